@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvps.store.create import create
     from kvps.store.embedding import EmbeddingTable
     from kvps.store.kvstore import KVStore
+    from kvps.subscriber import subscribe
     from kvps.trainer import Trainer
 
 _HOMES: dict[str, tuple[str, ...]] = {
@@ -37,11 +38,13 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "kvps.runtime.preemption": ("leave_at_sigterm",),
     "kvps.data": ("data_sampler", "epochs_from", "split_and_load"),
     "kvps.trainer": ("Trainer",),
+    "kvps.subscriber": ("subscribe",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = ["KVStore", "KVStoreBase", "EmbeddingTable", "Trainer", "LocalCluster", "__version__"]
 __all__ += ["create", "data_sampler", "epochs_from", "leave_at_sigterm", "shutdown", "split_and_load"]
+__all__ += ["subscribe"]
 __all__ += [cls.__name__ for cls in errors.BY_CODE.values()]
 
 

@@ -1,8 +1,8 @@
 """``kvps keygen``: makes the keys of a cluster, rotates the key of a role, and retires old keys.
 
 Makes a key for each role, in a directory: ROLE.key, which is secret, and public/ROLE.pub. A process that is
-started with --keys DIR needs its own ROLE.key there, and public/scheduler.pub; the scheduler needs
-scheduler.key and all of public/.
+started with --keys DIR needs its own ROLE.key there, and public/scheduler.pub; a server also needs
+public/reader.pub, if there are readers; the scheduler needs scheduler.key and all of public/.
 
 examples:
   kvps keygen keys
@@ -20,6 +20,7 @@ roles:
   server      takes the seat of a server, and gets a share of the model
   worker      takes the seat of a worker: reads and changes the model
   look        lists the members (kvps status)
+  reader      reads published weights (kvps.subscribe), and nothing else
   admin       lists members, ends them (kvps evict), records traces (kvps trace)
 
 {exit_codes}

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-ROLES = ("scheduler", "server", "worker", "admin", "look")
+ROLES = ("scheduler", "server", "worker", "admin", "look", "reader")
 """The roles that have key files."""
 KEY_CHARACTERS = 40
 """Length of a public or secret key, in Z85."""

@@ -6,6 +6,7 @@ All messages can be had from here; importing any of them registers all, so that 
 from kvps.protocol.checkpoint import *
 from kvps.protocol.envelope import *
 from kvps.protocol.membership import *
+from kvps.protocol.publications import *
 from kvps.protocol.stores import *
 from kvps.protocol.tracing import *
 from kvps.protocol.transports import *

@@ -40,6 +40,8 @@ class Role(enum.IntEnum):
     STANDBY = 3
     """The role of a seat in views and in answers to LOOK only: in its envelope, a standby is the server whose
     values it copies."""
+    READER = 4
+    """Reads published versions, and has no seat."""
 
     def __str__(self) -> str:
         return self.name.lower()

@@ -37,12 +37,14 @@ LISTENING = {Role.SCHEDULER: Place.SCHEDULER, Role.SERVER: Place.SERVER, Role.WO
 
 _MEMBER = frozenset({p.Enrol, p.Hello, p.Beat, p.Leave, p.Alive, p.Look, p.Ping, p.Error, p.ClockIs, p.Spans})
 _SHARING = frozenset({p.Offer, p.Taken, p.Release})
+_READS = frozenset({p.Hello, p.Watch, p.Retain, p.Read})
 
 ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     Place.SCHEDULER: {
         Role.WORKER: _MEMBER
         | {p.Evict, p.Rendezvous, p.Barrier, p.Resume, p.Checkpoint, p.Halted, p.Proceeding, p.Trace, p.Fetch}
         | {p.Close},
+        Role.READER: frozenset({p.Where}),
         Role.SERVER: _MEMBER
         | {p.Measured, p.ImageTaken, p.ImageKept, p.Committed, p.Shelf, p.Restored, p.Standing},
     },
@@ -52,8 +54,10 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         | {p.Optimize, p.Rate, p.GetState, p.SetState, p.Load, p.Push, p.Pull}
         | {p.PushRows, p.PullRows, p.PullChanged}
         | {p.Embed, p.PushTables, p.PullTables, p.Export, p.TableRate, p.Pong, p.Close}
-        | {p.Tell, p.Give},
+        | {p.Tell, p.Give}
+        | {p.Freeze, p.Put, p.Announce, p.LastVersion},
         Role.SERVER: frozenset({p.Hello, p.Norms, p.StepNorm}),
+        Role.READER: _SHARING | _READS,
     },
     Place.WORKER: {Role.WORKER: _SHARING | {p.Hello, p.Push, p.Pull, p.Probe, p.Join}},
     Place.TO_SCHEDULER: {
@@ -70,6 +74,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
             p.Proceed,
             p.RendezvousIs,
             p.Closed,
+            p.ServersAre,
         }
         | {p.TakeImage, p.Commit, p.GiveUp, p.Recall, p.Restore, p.Measure, p.AskClock, p.Tracing, p.Part}
     },
@@ -78,7 +83,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         | {p.StreamAt, p.Welcome, p.Error, p.Ack, p.Done, p.Probed, p.Declared, p.FoundAll}
         | {p.Pulled, p.PulledRows, p.Changed}
         | {p.PulledTables, p.Exported, p.StateIs, p.StatusIs, p.Joined, p.HistoryIs, p.Revived, p.Ping}
-        | {p.Opened, p.Closed}
+        | {p.Opened, p.Closed, p.VersionIs, p.Retained, p.Octets}
     },
     Place.TO_WORKER: {Role.WORKER: _SHARING | {p.Welcome, p.Error, p.Ack, p.Probed, p.Pulled}},
 }
@@ -89,14 +94,26 @@ BY_KEY: dict[str, frozenset[type[Message]]] = {
     "server": frozenset({p.Enrol, p.Hello}),
     "admin": frozenset({p.Evict, p.Look, p.Ping, p.Trace, p.Fetch}),
     "look": frozenset({p.Look, p.Ping}),
+    "reader": frozenset({p.Where}),
 }
-"""By the role that a key opens: the messages that may come along its connections."""
+"""By the role that a key opens: the messages that may come along its connections to a scheduler."""
 
 HEAD_BYTES = 64 << 10
 """Octets of the head of a message that is not in :data:`LONG`."""
 LONG = frozenset(
     {
-        *(p.View, p.ViewChanges, p.Seen, p.Measured, p.Halt, p.Halted, p.ImageKept, p.Commit, p.Shelf),
+        *(
+            p.View,
+            p.ViewChanges,
+            p.Seen,
+            p.Measured,
+            p.Halt,
+            p.Halted,
+            p.ImageKept,
+            p.Commit,
+            p.Shelf,
+            p.ServersAre,
+        ),
         *(p.Declare, p.Declared, p.Find, p.FoundAll, p.Optimize, p.Probe, p.Probed, p.Release),
         *(p.Push, p.Pull, p.Pulled, p.Load, p.Ack, p.StatusIs, p.Resumed, p.Revived, p.StateIs, p.SetState),
     }
@@ -167,6 +184,8 @@ def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message])
                 f"the session key of {name} may not send {kind.__name__}", reason="key_may_not"
             )
         return
+    if place is Place.SERVER and who == "reader" and envelope.role is Role.READER:
+        return  # the doors of its role are checked next
     if place is not Place.SCHEDULER or kind not in BY_KEY.get(who, ()):
         raise Unauthorized(
             f"the key of the role {who} may not send {kind.__name__} to {place.value}", reason="key_may_not"

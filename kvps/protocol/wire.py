@@ -359,6 +359,8 @@ _BY_FIELD: dict[str, Check] = {
     "key": _key,
     "keys": _key,
     "store": _key,
+    "publication": _key,
+    "ServersAre.keys": _public,
     "role": _Range(int, min(Role), max(Role), "the number of a role"),
     "rank": _NATURAL_32,
     "creator": _NATURAL_32,

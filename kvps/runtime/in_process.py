@@ -70,6 +70,8 @@ class InProcessSession:
         self.handles: Counter[str] = Counter()
         """Name of each open store -> how many objects use it."""
         self.staging = Staging((0, 0))
+        self.published: dict[str, int] | None = None
+        """No other process can read."""
         self.is_over = False
         self._folder = folder
         self._lock = threading.RLock()

@@ -29,6 +29,8 @@ from kvps.errors import ConfigError
 from kvps.net.zap import KeyPair, Keys, new_pair
 
 PUBLIC = "public"
+READER = "reader"
+"""The role whose key servers accept, too: readers of publications speak by no other."""
 SESSION = "session"
 """In place of a role: a session key, for the command that a supervisor runs."""
 FILE_BYTES_MAX = 1 << 20
@@ -77,7 +79,7 @@ def load(path: str, role: str) -> Keys:
 
     Args:
         path: a folder of keys, or a file that has them.
-        role: what the process is: ``scheduler``, ``server``, ``worker`` or ``look``.
+        role: what the process is: ``scheduler``, ``server``, ``worker``, ``reader`` or ``look``.
 
     Raises:
         ConfigError: if they are not there, or others can read or change them; the text says what to do.
@@ -135,7 +137,7 @@ def of(sections: Iterable[Section], role: str, path: str = "memory") -> Keys:
             "'kvps keygen' there"
         )
     session = next((section for section in found if section.role == SESSION and section.secret), None)
-    if session is not None:
+    if session is not None and role != READER:
         return Keys(pinned, None, session.pair, is_enrolled=True)
     wanted = ("look", "admin") if role == "look" else (role,)
     own = next(
@@ -148,9 +150,9 @@ def of(sections: Iterable[Section], role: str, path: str = "memory") -> Keys:
     opens = {
         section.public: RoleKey(section.role, section.until)
         for section in found
-        if section.role != "scheduler"
+        if (role == "scheduler" != section.role) or (role == "server" and section.role == READER)
     }
-    return Keys(pinned, own.pair, opens=opens if role == "scheduler" else {})
+    return Keys(pinned, own.pair, opens=opens)
 
 
 def _read(path: Path, is_public: bool = False) -> list[Section]:

@@ -54,6 +54,11 @@ def has_joined() -> bool:
     return _process.session is not None and not _process.session.is_over
 
 
+def embedded() -> LocalCluster | None:
+    """Return the embedded cluster, if this process has one."""
+    return _process.embedded
+
+
 def end_embedded() -> None:
     """End the cluster that lies inside this process because none was described, if there is one."""
     if _process.embedded is not None:

@@ -81,6 +81,8 @@ class WorkerSession(Listener):
         """Name of each open store -> its type."""
         self.handles: Counter[str] = Counter()
         """Name of each open store -> how many objects of this process use it."""
+        self.published: dict[str, int] | None = {}
+        """Name of each publication -> its last version that is known here."""
         self._transport = transport
         self._lens = lenses.member_lens(
             Role.WORKER, transport, self._core.member.envelope, below=self._record

@@ -189,6 +189,9 @@ class Session(Protocol):
     handles: Counter[str]
     """Name of each open store -> how many objects of this process use it."""
     staging: Staging
+    published: dict[str, int] | None
+    """Name of each publication -> its last version that is known here; None where other processes can read
+    nothing."""
 
     @property
     def rank(self) -> int:

@@ -27,7 +27,7 @@ from kvps.core.traits import traits_of
 from kvps.core.worker import calls
 from kvps.errors import REFUSED, ConfigError, EpochChanged, KeyNotFound, KvpsError, Mismatch
 from kvps.runtime.ticket import Handle, Ticket, finished
-from kvps.store import optimizer_state, table_batch
+from kvps.store import optimizer_state, publication, table_batch
 from kvps.store.arguments import priority_of, seconds, tag_of, version_of, weight_of
 from kvps.store.base import KVStoreBase
 from kvps.store.catch_up import CatchUp
@@ -887,6 +887,55 @@ class KVStore(KVStoreBase, abc.ABC):
                 optimizer_state.demand_fit(plain, self._specs, source)
                 self._call(calls.LoadState(self._name, plain), timeout)
         self.barrier(LOAD, timeout=timeout)
+
+    # --- readers ------------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        name: str,
+        source: object,
+        dtype: str | torch.dtype | None = None,
+        keep: int = 2,
+        *,
+        timeout: float | None = None,
+    ) -> int:
+        """Give one version number to a set of tensors, for any process to read; see :func:`kvps.subscribe`.
+
+        Returns once the values are copied, and waits for no reader. Rank 0 publishes. Another rank need not
+        call; its k-th call waits for rank 0's k-th call and returns the same number.
+
+        Args:
+            name: of the publication; one store publishes it.
+            source: a module, a state dict, or keys of this store, whose values do not leave the servers. In a
+                sync store these are the values after this rank's pushes.
+            dtype: the type in which readers get floating-point values, such as ``"bfloat16"``; None for
+                that of each tensor.
+            keep: how many versions stay; those that readers use stay, too.
+            timeout: see :class:`KVStore`.
+
+        Returns:
+            The number: 1 or more, and larger than that of every earlier version.
+
+        Raises:
+            ConfigError: in a store without servers, or for a bad argument. Mismatch: if another store
+                publishes ``name``. Overload: if the servers lack memory; the store is unharmed.
+
+        Example:
+            >>> with kvps.create("dist_sync") as kv:  # doctest: +SKIP
+            ...     version = kv.publish("policy", model, dtype="bfloat16")
+        """
+        self._begin()
+        tensors = publication.tensors_of(source)
+        keys = self._begin_on(source, timeout).names if tensors is None else ()
+        call = publication.call_of(self._name, self.rank, name, keys, tensors or {}, dtype, keep)
+        return self._publish(call, self._limit(timeout))
+
+    def _publish(self, call: calls.Publish, limit_s: float) -> int:
+        """Make the call of :meth:`publish`."""
+        raise ConfigError(
+            f"a {self.type} store has no servers that other processes can read from, so it cannot publish; "
+            'create("dist_sync") has (without a cluster, it starts one in this process)'
+        )
 
     # --- checkpoints --------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -248,6 +249,14 @@ class DistStore(KVStore):
         tensors = self._start(calls.Allocate(self._name, names), limit_s).wait()
         assert isinstance(tensors, list)
         return tensors
+
+    def _publish(self, call: calls.Publish, limit_s: float) -> int:
+        published, name = self._session.published, call.publication
+        if published is None:
+            return super()._publish(call, limit_s)
+        number: Any = self._start(replace(call, known=published.get(name, 0)), limit_s).wait()
+        published[name] = number
+        return int(number)
 
     def _close(self, limit_s: float) -> None:
         if self._session.is_over:

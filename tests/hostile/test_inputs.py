@@ -630,6 +630,78 @@ def test_answers_that_nobody_reads(target: Target) -> None:
             one.say(target.me(), m.Status("canary"))
 
 
+READER = Envelope(bytes(16), 0, Role.READER, 77, 2**40, 1)
+NOT_READERS = {
+    "push": m.Push(0, 1, (1,), 1.0, False, (RUN,)),
+    "open a store": m.Open("theirs", "sync", 0, False, "wait", 10**6),
+    "publish": m.Announce("canary", "policy", 1, 2, 0),
+    "probe": m.Probe((1,)),
+}
+
+
+@pytest.mark.spec("R550")
+@pytest.mark.parametrize("what", NOT_READERS)
+def test_key_of_a_reader_only_reads(target: Target, what: str) -> None:
+    message = NOT_READERS[what]
+    payload = [VALUES] if isinstance(message, m.Push) else []
+    with target.voice("server", target.role("reader"), greet=False) as one:
+        reader = READER._replace(job=target.name)
+        one.say(reader, hello(1))
+        assert isinstance(one.heard(10_000), m.Welcome)
+        one.say(reader, message, *payload)
+        refused = one.heard(10_000)
+        assert isinstance(refused, m.Error)
+        assert "a reader may not send" in refused.text
+        one.say(target.me(), message, *payload)  # in the name of a worker
+        refused = one.heard(10_000)
+        assert isinstance(refused, m.Error)
+        assert "the key of the role reader may not send" in refused.text
+        one.say(reader._replace(seq=9), m.Watch("policy", 0))
+        assert one.heard(10_000) == m.VersionIs(9, 0)
+
+
+@pytest.mark.spec("R246", "R551")
+def test_keys_of_writers_and_readers_open_other_doors(target: Target) -> None:
+    for role, message, text in (
+        ("worker", m.Where(), "the key of the role worker may not send Where"),
+        ("reader", m.Look(), "the key of the role reader may not send Look"),
+        ("reader", hello(1), "the key of the role reader may not send Hello"),
+    ):
+        with target.voice("scheduler", target.role(role)) as one:
+            one.say(READER, message)
+            refused = one.heard(10_000)
+            assert isinstance(refused, m.Error), role
+            assert text in refused.text
+
+
+@pytest.mark.spec("R547", "R548")
+def test_nonsense_of_a_reader(target: Target) -> None:
+    """Reads of what there is not, of too much, and more than any reader needs."""
+    most = 2**63 - 1
+    with target.voice("server", target.role("reader"), greet=False) as one:
+        reader = READER._replace(job=target.name, rank=78)
+        one.say(reader, m.Watch("policy", 0))
+        refused = one.heard(10_000)
+        assert isinstance(refused, m.Error)
+        assert "expects HELLO first" in refused.text
+        one.say(reader, hello(1))
+        assert isinstance(one.heard(10_000), m.Welcome)
+        for message in (
+            m.Read("policy", most, most, most, most),
+            m.Read("policy", 0, 0, 0, 0),
+            m.Retain("policy", most, True),
+        ):
+            one.say(reader, message)
+            assert isinstance(one.heard(10_000), m.Error)
+        for number in range(40):
+            one.say(reader, m.Watch(f"policy-{number}", most))
+        answers = [one.heard(10_000) for _ in range(40)]
+        assert sum(isinstance(answer, m.VersionIs) for answer in answers) == 16
+        one.frames(*spell(reader, m.Watch("policy", 0)), b"more")
+        for _ in range(10_000):
+            one.say(reader, m.Retain("policy", 0))
+
+
 def test_another_thread_of_outsiders(target: Target) -> None:
     """Many at once, of all kinds."""
 

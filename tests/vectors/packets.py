@@ -23,6 +23,7 @@ SHA256 = bytes(range(32)).hex()
 SCHEDULER = Envelope(JOB, 7, Role.SCHEDULER, 0, 0, 0)
 SERVER = Envelope(JOB, 7, Role.SERVER, 1, 2, 0)
 WORKER = Envelope(JOB, 7, Role.WORKER, 3, 5, 42)
+READER = Envelope(JOB, 0, Role.READER, 4_000_000_000, 2**61, 42)
 CREATOR = Envelope(JOB, 7, Role.WORKER, 0, 4, 9)
 NAMELESS = Envelope(NOBODY, 0, Role.SCHEDULER, 0, 0, 0)
 SPAN = memoryview(struct.pack("<BBHIQQQQII", 5, 1, 0, 1, 2**41, 25_000, 42, 5, 3, 12))
@@ -300,6 +301,24 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         ),
         (Envelope(NOBODY, 0, Role.WORKER, 0, 0, 1), m.Rendezvous("run-1", 4, ("[1]", "é")), ()),
         (SCHEDULER, m.RendezvousIs(1, 5, ("[1]", "é"), True), ()),
+        (CREATOR, m.Freeze("weights", "policy", 5, 2, 4, (3, 6)), ()),
+        (CREATOR, m.Put("weights", "policy", 5, 2, 1, 12), (floats(1.0, -2.0, 0.5),)),
+        (CREATOR, m.Announce("weights", "policy", 5, 2, 2), (memoryview(b"[]"),)),
+        (WORKER, m.LastVersion("weights", "policy", 5), ()),
+        (SERVER, m.VersionIs(42, 5, 0.25, ("policy",)), ()),
+        (READER._replace(job=NOBODY), m.Where(), ()),
+        (
+            SCHEDULER,
+            m.ServersAre(
+                42, (m.Member(1, 0, 2, "held", "tcp://10.0.0.2:9092", "gpu-2", 0.0, "", 77),), (KEY,)
+            ),
+            (),
+        ),
+        (READER, m.Watch("policy", 4), ()),
+        (READER, m.Retain("policy", 5, True), ()),
+        (SERVER, m.Retained(42, 2), (memoryview(b"[]"),)),
+        (READER, m.Read("policy", 5, 3, 8, 12), ()),
+        (SERVER, m.Octets(42, 12), (floats(1.0, -2.0, 0.5),)),
     ]
 
 

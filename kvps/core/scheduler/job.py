@@ -46,6 +46,7 @@ from kvps.errors import ConfigError
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
 from kvps.protocol.membership import Beat, Error, Hello, Released, Seen, Standing, Stop, View, Welcome
+from kvps.protocol.publications import ServersAre
 
 EXIT_DONE, EXIT_LOST, EXIT_TEMPORARY = 0, 1, 75
 CONCLUDED = 1
@@ -527,8 +528,9 @@ class Job:
     # --- what is said -----------------------------------------------------------------------
 
     def send(self, route: Route, message: Message, payload: tuple[memoryview, ...] = ()) -> None:
-        """Send a message along one route; a process without a seat does not learn the name of the job."""
-        name = self.name if route in self.seats.routes else STRANGERS_JOB
+        """Send a message along one route; only members and readers learn the name of the job."""
+        is_told = route in self.seats.routes or isinstance(message, ServersAre)
+        name = self.name if is_told else STRANGERS_JOB
         if isinstance(message, Seen):
             name = self.name[:SHOWN_OCTETS].ljust(len(self.name), b"\0")
         envelope = Envelope(name, self.number, Role.SCHEDULER, 0, 0, 0)

@@ -51,10 +51,13 @@ NOBODY = bytes(16)
 """The job in the envelope of a process that does not know it yet."""
 FROM_ANYBODY = (
     *(p.Enrol, p.Hello, p.Look, p.Ping, p.Evict, p.Rendezvous, p.Leave, p.Error, p.Trace, p.Fetch),
+    p.Where,
 )
 """Messages that need not come from the holder of a seat; a LEAVE may belong to an earlier job."""
 LOOKS_WITHIN_S = 1.0
 """The time of the limit ``looks``: inquiries beyond it, all together, are dropped, and made again."""
+WHERES_PER_LOOK = 10
+"""How many readers may ask for each that may look."""
 SHORT_ROUNDS = "kvps_short_rounds_total"
 REFUSALS_TOLD_MAX, REFUSALS_WITHIN_S = 5, 10.0
 """The number of refused newcomers that the log reports in such a time."""
@@ -92,6 +95,7 @@ class Scheduler:
         """The workers that pass over steps of their predecessors."""
         self._looks = RateLimit(self.job.settings.limits.looks, LOOKS_WITHIN_S)
         self._pings = RateLimit(self.job.settings.limits.looks, LOOKS_WITHIN_S)
+        self._wheres = RateLimit(WHERES_PER_LOOK * self.job.settings.limits.looks, LOOKS_WITHIN_S)
         self._refusals = RateLimit(REFUSALS_TOLD_MAX, REFUSALS_WITHIN_S)
 
     # --- doors ------------------------------------------------------------------------------
@@ -125,6 +129,9 @@ class Scheduler:
                 case _ if self.job.stop is not None:
                     self.job.send(route, self.job.stop)
                     self.job.part((envelope.node, envelope.incarnation), now)
+                case p.Where():
+                    if self._wheres.is_within(now):
+                        self.job.send(route, self._servers(envelope.seq, now))
                 case p.Rendezvous():
                     self._on_rendezvous(route, envelope.seq, message)
                 case p.Enrol():
@@ -255,6 +262,14 @@ class Scheduler:
         self.job.revive(seat, now)
         if was_welcomed == seat.is_welcomed:  # else it was welcomed along with its return
             self._greet(route, seat, now)
+
+    def _servers(self, seq: int, now: float) -> p.ServersAre:
+        """Return where the servers are, for a reader."""
+        members, keys = self.job.seats.members(now), self.job.seats.data_keys()
+        own = [index for index, member in enumerate(members) if member.role == Role.SERVER]
+        return p.ServersAre(
+            seq, tuple([members[index] for index in own]), tuple([keys[index] for index in own if keys])
+        )
 
     def _is_nameless(self, route: Route, envelope: Envelope) -> bool:
         """Whether a newcomer has not said by which key it will speak, and has to: its ENROL was lost."""

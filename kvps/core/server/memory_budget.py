@@ -114,11 +114,12 @@ class Reservation(NamedTuple):
     state: int = 0
     residuals: int = 0
     tables: int = 0
+    publications: int = 0
 
     def __str__(self) -> str:
         titles = (
             *("weights", "second buffers", "sums of open rounds", "optimizer state"),
-            *("residuals", "tables"),
+            *("residuals", "tables", "publications"),
         )
         terms = [
             f"{title} {bytes_in_words(count)}" for title, count in zip(titles, self, strict=True) if count
@@ -177,6 +178,8 @@ class MemoryBudget:
         """Store -> what its keys take."""
         self.keys: dict[str, Collection[str]] = {}
         """Store -> its keys."""
+        self.publications = 0
+        """Bytes of the versions that readers may read."""
 
     def drop(self, store: str) -> None:
         """Count a store no more."""
@@ -250,6 +253,26 @@ class MemoryBudget:
                 limit="rows",
             )
 
+    def lacks_room(self, more: int) -> bool:
+        """Return whether so many bytes more of publications are too many."""
+        return self.limit_bytes is not None and sum(self.reserved()) + more > self.limit_bytes
+
+    def demand_publication(self, what: str, more: int) -> None:
+        """Check that there is room for so many bytes more of publications.
+
+        Raises:
+            Overload: if there is not.
+        """
+        self.pressure.demand_room(what)
+        if self.lacks_room(more):
+            reserved = self.reserved()
+            reserved = reserved._replace(publications=reserved.publications + more)
+            raise Overload(
+                f"no room for {what}: {self._account(reserved)} Keep fewer versions (keep=), publish in a "
+                "smaller type (dtype=), add servers or raise the limit",
+                limit="memory",
+            )
+
     def has_room_for(self, rounds: int) -> bool:
         """Return whether so many rounds may be open beyond the oldest one of each span."""
         if self.pressure.is_high:
@@ -263,7 +286,7 @@ class MemoryBudget:
         self, store: str = "", terms: MemoryTerms | None = None, changed: Mapping[str, int] | None = None
     ) -> Reservation:
         """Return what all stores take; with ``terms``, if one had these and so many elements more."""
-        total = Reservation(tables=sum(self._chunks.table_bytes.values()))
+        total = Reservation(tables=sum(self._chunks.table_bytes.values()), publications=self.publications)
         for name, known in self.terms.items():
             counts = self._chunks.counts[name]
             if terms is not None and name == store:

@@ -32,6 +32,7 @@ from kvps.core.server.control import Control
 from kvps.core.server.ingest import Ingest
 from kvps.core.server.measured import TELL_MAX, measure, of_beat, old_round
 from kvps.core.server.meter import Meter
+from kvps.core.server.publications import Publications
 from kvps.core.server.round_logs import StragglerLog
 from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.sessions import PendingRequest, Session
@@ -104,6 +105,7 @@ class Server(Core):
         self._threads = threads
         self._memory_limit = memory_limit
         self._limits = limits
+        self.publications = Publications(self.member, self._outbox)
         self._make_parts(0, 1, 0, {})
         self._endpoints: dict[int, tuple[str, int]] = {}
         """Server rank -> (endpoint, incarnation) that this server is connected to."""
@@ -135,6 +137,8 @@ class Server(Core):
         """
         if route == SCHEDULER or kind in ANSWERS:
             return True
+        if envelope.role is Role.READER:
+            return self.publications.admit(envelope, kind)
         if not self._serves(envelope, kind):
             return False
         if kind is not p.Hello:
@@ -150,6 +154,8 @@ class Server(Core):
             try:
                 if packet.envelope.role is Role.WORKER:
                     self._on_worker(route, packet, now)
+                elif packet.envelope.role is Role.READER:
+                    self.publications.on_reader(route, packet, now)
                 else:
                     self._on_server(route, packet)
             except KvpsError as error:
@@ -214,6 +220,7 @@ class Server(Core):
         if now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
             self._look(now)
+            self.publications.expire(now)
             self.rules.report(is_due=True)
         if now > self._last_timer_at + STILL_S:  # this process stood still, and not the others
             self._heard_at = now
@@ -283,6 +290,7 @@ class Server(Core):
     def _begin(self, *, replaces: bool = False) -> None:
         """Start a job with no stores."""
         self.checkpointer.begin()
+        self.publications.clear()
         self._reset({}, replaces=replaces)
 
     def _reset(self, lives: dict[int, int], *, replaces: bool = False) -> None:
@@ -301,6 +309,7 @@ class Server(Core):
         self.ingest = Ingest(self.context, self.answers, self.rules)
         parts = self.context, self.ingest, self.answers, self.rules, self._memory_limit
         self.control = Control(*parts, replaces=replaces)
+        self.publications.begin(self.context, self.control.budget)
 
     def _return(self, loaded: Loaded) -> None:
         """Replace all stores by those of a snapshot."""
@@ -437,6 +446,8 @@ class Server(Core):
                 control.get_state(session, seq, message)
             case p.SetState():
                 context.send(session, control.set_state(seq, message, packet.payload))
+            case p.Freeze() | p.Put() | p.Announce() | p.LastVersion():
+                self.publications.on_worker(session, seq, message, packet.payload)
             case p.History():
                 context.send(session, control.history(session, seq, message))
             case p.Join():

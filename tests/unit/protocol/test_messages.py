@@ -31,6 +31,9 @@ TAGS = {
     **{140: "Trace", 141: "Tracing", 142: "AskClock", 143: "ClockIs", 144: "Spans"},
     **{145: "Fetch", 146: "Part"},
     **{150: "Rendezvous", 151: "RendezvousIs"},
+    **{160: "Freeze", 161: "Put", 162: "Announce", 163: "LastVersion", 164: "VersionIs"},
+    **{165: "Where", 166: "ServersAre", 167: "Watch", 168: "Retain", 169: "Retained"},
+    **{170: "Read", 171: "Octets"},
 }
 """Written down once more: a tag that was given is for ever."""
 
@@ -57,7 +60,7 @@ def test_messages_have_hashes_and_new_fields_come_last(cls: type[Message]) -> No
 
 
 def test_roles_and_nodes_read_well() -> None:
-    assert [str(role) for role in Role] == ["scheduler", "server", "worker", "standby"]
+    assert [str(role) for role in Role] == ["scheduler", "server", "worker", "standby", "reader"]
     assert str(Node(Role.SCHEDULER, 0)) == "scheduler"
     assert str(Node(Role.WORKER, 3)) == "worker 3"
     assert Envelope(bytes(16), 1, Role.SERVER, 2, 3, 4).node == Node(Role.SERVER, 2)

@@ -41,9 +41,10 @@ def test_each_role_gets_what_it_needs(folder: Path) -> None:
     scheduler = load(str(folder), "scheduler")
     assert scheduler.role == section(folder, "scheduler").pair
     assert {key.role for key in scheduler.opens.values()} == set(ROLES) - {"scheduler"}
-    for role in ("server", "worker", "look"):
+    for role in ("server", "worker", "look", "reader"):
         one = load(str(folder), role)
-        assert (one.scheduler, one.role, one.opens) == (pinned, section(folder, role).pair, {})
+        assert (one.scheduler, one.role) == (pinned, section(folder, role).pair)
+        assert {key.role for key in one.opens.values()} == ({"reader"} if role == "server" else set())
         assert one.session.public != load(str(folder), role).session.public, "made anew each time"
         assert not one.is_enrolled
     assert section(folder, "worker").secret not in repr(load(str(folder), "worker"))

@@ -32,6 +32,7 @@ from kvps.core.worker.calls.optimizer import (
     SetOptimizer,
     SetRate,
 )
+from kvps.core.worker.calls.publish import Publish
 from kvps.core.worker.calls.refresh import Fresh, Refresh
 from kvps.core.worker.calls.resume import EndReplay, PassOver, Place, ResumeKeys, TakePlace
 from kvps.core.worker.calls.rows import PullKeyRows, PushKeyRows

@@ -1,0 +1,78 @@
+"""The manifest of a published version: the name, type and shape of each tensor, and where its bytes lie.
+
+It is JSON: ``[[name, type, shape, [[server, block, start, size, offset], ...]], ...]``, in bytes as they are
+read. The worker that publishes writes it, server 0 keeps it, and readers read it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvps.dtypes import BY_NAME, Spec
+from kvps.errors import KvpsError, ProtocolError
+
+
+class Extent(NamedTuple):
+    """Neighbouring bytes of a tensor, and the block that has them."""
+
+    server: int
+    block: int
+    start: int
+    """Where they begin in the block."""
+    size: int
+    offset: int
+    """Where they begin in the tensor."""
+
+
+class Published(NamedTuple):
+    """One tensor of a version."""
+
+    name: str
+    spec: Spec
+    extents: tuple[Extent, ...]
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.spec.count * BY_NAME[self.spec.dtype].itemsize
+
+
+def encode(tensors: Iterable[Published]) -> bytes:
+    """Return the bytes of a manifest."""
+    rows = [(name, spec.dtype, spec.shape, extents) for name, spec, extents in tensors]
+    return json.dumps(rows, separators=(",", ":")).encode()
+
+
+def decode(octets: bytes) -> list[Published]:
+    """Return the tensors of a manifest.
+
+    Raises:
+        ProtocolError: if it is none, or the extents of a tensor are not exactly its bytes.
+    """
+    try:
+        rows = json.loads(octets)
+        tensors = [_published(*row) for row in rows]
+        if len({tensor.name for tensor in tensors}) < len(tensors):
+            raise ProtocolError("a manifest names a tensor twice")
+    except KvpsError as error:
+        raise ProtocolError(str(error)) from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ProtocolError(f"a version has no readable manifest: {error!r:.200}") from error
+    return tensors
+
+
+def _published(name: str, dtype: str, shape: list[int], extents: list[list[int]]) -> Published:
+    numbers = [*shape, *[number for extent in extents for number in extent]]
+    if type(name) is not str or any(type(number) is not int or number < 0 for number in numbers):
+        raise ProtocolError("a manifest has a name that is no text, or a number that is no size")
+    tensor = Published(name, Spec(dtype, tuple(shape)), tuple([Extent(*extent) for extent in extents]))
+    end = 0
+    for extent in sorted(tensor.extents, key=lambda extent: extent.offset):
+        if extent.offset != end:
+            break
+        end += extent.size
+    if end != tensor.size:
+        raise ProtocolError(f"the parts of {name!r:.80} in a manifest are not the whole tensor")
+    return tensor

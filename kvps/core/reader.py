@@ -1,0 +1,277 @@
+"""The rules of a process that reads publications: requests to the scheduler and the servers, until answered.
+
+A reader has no seat, and nobody waits for it. It asks the scheduler where the servers are, says HELLO to
+each, and then asks them. Each request may be made twice, so it is repeated until it is answered. If a server
+is silent, the scheduler is asked again: another process may be in its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from kvps import protocol as p
+from kvps.core.effects import Connect, Core, CoreOutbox, Exit, Note, Route, Send
+from kvps.core.membership_client import ASK_DOCTOR, EXIT_TEMPORARY, SCHEDULER, Identity
+from kvps.errors import (
+    KvpsError,
+    Mismatch,
+    ProtocolError,
+    SchedulerLost,
+    ServerLost,
+    Timeout,
+    from_code,
+)
+from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Packet, Role
+
+AGAIN_S = 1.0
+"""Seconds after which a request is repeated."""
+LATE_S = 3.0
+"""Seconds of silence after which the scheduler is asked where the servers are."""
+LOST_S = 60.0
+"""Seconds of silence after which a request is given up."""
+WINDOW = 6
+"""Requests under way to one server."""
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """A request to one server."""
+
+    server: int
+    message: Message
+    take: Callable[[Packet], bool]
+    """Takes in an answer; False to wait for another one."""
+    seq: int = 0
+    sent_at: float = -math.inf
+
+
+@dataclass(slots=True)
+class Link:
+    """The connection to one server."""
+
+    endpoint: str = ""
+    incarnation: int = 0
+    is_ready: bool = False
+    greeted_at: float = -math.inf
+    heard_at: float = 0.0
+    queued: deque[Ask] = field(default_factory=deque)
+    sent: dict[int, Ask] = field(default_factory=dict)
+    """By seq."""
+
+
+class Reader(Core):
+    """One process that reads; its doors are those of a core, and it exits when all requests are answered.
+
+    Args:
+        identity: this process; its rank and incarnation are numbers that no other reader has.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self.outbox = CoreOutbox()
+        self.error: KvpsError | None = None
+        """Why some requests were not answered."""
+        self.servers = 0
+        """How many there are; 0 while that is not known."""
+        self._me = identity
+        self._job = bytes(16)
+        self._links: dict[int, Link] = {}
+        self._seq = 0
+        self._is_connected = False
+        self._asked_at = -math.inf
+        """When the scheduler was asked last."""
+        self._located_at = -math.inf
+        """When it last said where the servers are."""
+        self._began_at = 0.0
+        self._until = math.inf
+        self._what = ""
+
+    # --- doors --------------------------------------------------------------------------------------
+
+    def begin(self, asks: Iterable[Ask], until: float, what: str, now: float) -> None:
+        """Make requests; without any, only find the servers.
+
+        Args:
+            asks: the requests.
+            until: when to give up.
+            what: the call, for the text of an error.
+            now: the time.
+        """
+        self.error, self._until, self._what, self._began_at = None, until, what, now
+        for link in self._links.values():
+            link.queued.clear()
+            link.sent.clear()
+            link.heard_at = now
+        for ask in asks:
+            self._links[ask.server].queued.append(ask)
+        if not self._is_connected:
+            self._is_connected = True
+            self.outbox.append(Connect("scheduler", self._me.scheduler))
+        self._go_on(now)
+
+    def on_packet(self, route: Route, packet: Packet, now: float) -> None:
+        """The scheduler or a server said something."""
+        message = packet.message
+        if route == SCHEDULER:
+            self._on_scheduler(packet, now)
+        else:
+            number = int(str(route).rpartition(" ")[2])
+            link = self._links[number]
+            link.heard_at = now
+            match message:
+                case p.Welcome():
+                    link.is_ready = True
+                case p.Error():
+                    self._on_error(link, message, now)
+                case p.Answer() if message.seq in link.sent:
+                    ask = link.sent[message.seq]
+                    if ask.take(packet):
+                        link.sent.pop(message.seq, None)
+                case _:
+                    self.outbox.append(Note("debug", f"unexpected {type(message).__name__} from {route!s}"))
+        self._go_on(now)
+
+    def on_timer(self, now: float) -> None:
+        """Repeat what was not answered, or give up."""
+        waits = self._waits()
+        if now >= self._until:
+            self._fail(Timeout(f"{self._what}: no answer in time{self._silence(now)}"), now)
+            return
+        since = self._began_at if self._located_at < self._began_at and not self.servers else math.inf
+        if now >= since + LOST_S:
+            self._fail(self._lost_scheduler(), now)
+            return
+        for number, link in waits.items():
+            if now >= max(link.heard_at, self._began_at) + LOST_S:
+                self._fail(self._lost_server(number), now)
+                return
+        if not self.servers or any(now >= link.heard_at + LATE_S for link in waits.values()):
+            self._locate(now)
+        self._go_on(now)
+
+    def deadline(self) -> float:
+        """Return when to repeat the next request, or to give up."""
+        times = [self._until]
+        if not self.servers:
+            times.append(self._asked_at + AGAIN_S)
+        for link in self._waits().values():
+            times += [ask.sent_at + AGAIN_S for ask in link.sent.values()] if link.is_ready else []
+            times.append(link.greeted_at + AGAIN_S if not link.is_ready else link.heard_at + LATE_S)
+            if link.heard_at + LATE_S <= self._asked_at + AGAIN_S:
+                times[-1] = self._asked_at + AGAIN_S
+        return min(times)
+
+    # --- what happens ---------------------------------------------------------------------------------
+
+    def _on_scheduler(self, packet: Packet, now: float) -> None:
+        match packet.message:
+            case p.ServersAre(members=members, keys=keys):
+                if not members or not all(member.endpoint for member in members):
+                    return  # the job is forming
+                self._job, self._located_at = packet.envelope.job, now
+                for index, member in enumerate(members):
+                    link = self._links.setdefault(member.rank, Link(heard_at=now))
+                    place = member.endpoint, member.incarnation
+                    if (link.endpoint, link.incarnation) != place:
+                        link.endpoint, link.incarnation = place
+                        link.is_ready, link.greeted_at = False, -math.inf
+                        key = keys[index] if keys else ""
+                        is_near = 0 != member.machine == self._me.machine
+                        name = f"server {member.rank}"
+                        self.outbox.append(Connect(name, member.endpoint, is_near, key))
+                self.servers = len(members)
+            case p.Error(code=code, text=text):
+                self._fail(from_code(code, text), now)
+            case p.Stop(reason=reason):
+                self._fail(SchedulerLost(f"{self._what}: the job is over: {reason}"), now)
+            case message:
+                self.outbox.append(Note("debug", f"unexpected {type(message).__name__} from the scheduler"))
+
+    def _on_error(self, link: Link, message: p.Error, now: float) -> None:
+        error = from_code(message.code, message.text)
+        ask = link.sent.pop(message.seq, None)
+        if isinstance(error, Mismatch) or (isinstance(error, ProtocolError) and "HELLO" in message.text):
+            link.is_ready = False  # it has forgotten us, or is of another job by now
+            if ask is not None:
+                link.queued.appendleft(ask)
+            self._locate(now)
+        elif ask is not None or not link.is_ready:
+            self._fail(error, now)
+
+    def _go_on(self, now: float) -> None:
+        """Send what may be sent; exit if nothing is left to do."""
+        if self.error is not None:
+            return
+        if not self.servers:
+            self._locate(now)
+            return
+        waits = self._waits()
+        for number, link in waits.items():
+            if not link.is_ready:
+                if now >= link.greeted_at + AGAIN_S:
+                    link.greeted_at = now
+                    self._send(number, self._hello(), self._next())
+                continue
+            for ask in link.sent.values():
+                if now >= ask.sent_at + AGAIN_S:
+                    ask.sent_at = now
+                    self._send(number, ask.message, ask.seq)
+            while link.queued and len(link.sent) < WINDOW:
+                ask = link.queued.popleft()
+                ask.seq, ask.sent_at = ask.seq or self._next(), now
+                link.sent[ask.seq] = ask
+                self._send(number, ask.message, ask.seq)
+        if not waits:
+            self.outbox.append(Exit(0, "answered"))
+
+    def _waits(self) -> dict[int, Link]:
+        """Return the links along which an answer is still to come."""
+        return {number: link for number, link in self._links.items() if link.queued or link.sent}
+
+    def _locate(self, now: float) -> None:
+        if now >= self._asked_at + AGAIN_S:
+            self._asked_at = now
+            envelope = self._envelope(self._next())._replace(job=bytes(16))
+            self.outbox.append(Send(SCHEDULER, Packet(envelope, p.Where())))
+
+    def _next(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    def _hello(self) -> p.Hello:
+        me = self._me
+        return p.Hello(*PROTOCOL, me.software, 0, Role.READER, me.rank, me.host, me.pid, machine=me.machine)
+
+    def _send(self, server: int, message: Message, seq: int) -> None:
+        self.outbox.append(Send(f"server {server}", Packet(self._envelope(seq), message)))
+
+    def _envelope(self, seq: int) -> Envelope:
+        assert self._me.rank is not None
+        return Envelope(self._job, 0, Role.READER, self._me.rank, self._me.incarnation, seq)
+
+    def _fail(self, error: KvpsError, now: float) -> None:
+        self.error = error
+        self.outbox.append(Exit(EXIT_TEMPORARY, str(error)))
+
+    def _silence(self, now: float) -> str:
+        """Return which server has said nothing lately, if one has, in words."""
+        if not self.servers:
+            return f". The scheduler at {self._me.scheduler} has not said where the servers are{ASK_DOCTOR}"
+        late = [number for number, link in self._waits().items() if now >= link.heard_at + LATE_S]
+        return f". Servers {late} are silent" if late else ""
+
+    def _lost_scheduler(self) -> KvpsError:
+        return SchedulerLost(
+            f"{self._what}: the scheduler at {self._me.scheduler} has not said for {LOST_S:.0f} s where the "
+            "servers are. Check that it runs and that all seats of servers are taken, and that scheduler= or "
+            f"KVPS_SCHEDULER names its --bind address{ASK_DOCTOR}"
+        )
+
+    def _lost_server(self, number: int) -> KvpsError:
+        return ServerLost(
+            f"{self._what}: server {number} at {self._links[number].endpoint} has said nothing for "
+            f"{LOST_S:.0f} s. It may have ended; in a job with keys it needs public/reader.pub in its "
+            "--keys. Call again to wait on"
+        )

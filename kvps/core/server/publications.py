@@ -1,0 +1,471 @@
+"""Publications on a server: versions of named sets of tensors, kept for processes that are no members.
+
+Theory of operation
+-------------------
+A *version* consists of *blocks*. A block is a buffer of a chunk, frozen as it was (the next update of the
+chunk goes to another buffer), or bytes that rank 0 has put there. Nothing writes to a block, so all readers
+get the same bits. Rank 0 gives all servers the blocks of a version, then announces it: to the others first,
+and at last to server 0, which tells those that watch. So a version that a reader hears of is whole.
+
+The newest complete versions stay, and those in use: a reader *retains* the version that it reads, until it
+retains another one or says nothing for :data:`LEASE_S`. Where memory is short, a version that only readers
+use goes before the trainer is refused. What is on its way to readers is limited, too: a request beyond the
+limit is dropped, and its reader makes it again. So no reader can keep memory, or hold up anybody.
+
+A return to a cut leaves publications alone: what was published stays what it was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvps import protocol as p
+from kvps.core.effects import Effect, Route, Send
+from kvps.core.membership_client import MembershipClient
+from kvps.core.server.chunks.slab import Buffer
+from kvps.core.server.context import RequestContext
+from kvps.core.server.memory_budget import MemoryBudget
+from kvps.core.server.sessions import Describe, PendingRequest, Session
+from kvps.dtypes import BY_ID, BY_NAME
+from kvps.errors import ConfigError, KeyNotFound, Mismatch, Overload, ProtocolError
+from kvps.phrases import ranks_in_words
+from kvps.protocol.envelope import Envelope, Message, Packet
+from kvps.protocol.publications import KEEP_MAX, READ_BYTES_MAX
+from kvps.tensors import from_frame, to_frame
+
+LEASE_S = 60.0
+"""Seconds without a word after which a reader uses no version any more."""
+READERS_MAX = 1024
+PUBLICATIONS_MAX = 1024
+WATCHES_MAX = 16
+"""Publications that one reader watches."""
+AWAY_BYTES_MAX, COPIES_BYTES_MAX = 64 << 20, 512 << 20
+"""Bytes on their way to one reader, and those to all readers that were copied for it."""
+MESSAGES_MAX = 4096
+"""Requests of one reader in a second."""
+ANNOUNCED_KEPT = 64
+NAMES_MAX = 16
+
+ReaderId = tuple[int, int]
+"""Rank and incarnation of a reader: numbers that it has drawn."""
+
+
+class Block(NamedTuple):
+    """A part of a version."""
+
+    buffer: Buffer
+    dtype: str
+    """The type of its elements."""
+    as_dtype: str
+    """The type in which they are read."""
+
+    @property
+    def size(self) -> int:
+        """Bytes as they are read."""
+        return len(self.buffer.tensor) * BY_NAME[self.as_dtype].itemsize
+
+
+@dataclass(slots=True)
+class Version:
+    """One version of a publication, on this server."""
+
+    blocks: dict[int, Block] = field(default_factory=dict)
+    manifest: memoryview | None = None
+    completed_at: float | None = None
+    """When it was announced; None before."""
+
+
+@dataclass(slots=True)
+class Publication:
+    """The versions of one name."""
+
+    store: str
+    """The store that publishes it."""
+    keep: int = 1
+    versions: dict[int, Version] = field(default_factory=dict)
+    last: int = 0
+    """The highest number that was heard of."""
+    announced: deque[int] = field(default_factory=lambda: deque(maxlen=ANNOUNCED_KEPT))
+    """The last complete versions, some of which may be gone."""
+
+    @property
+    def newest(self) -> int:
+        """The newest complete version; 0 before the first."""
+        return self.announced[-1] if self.announced else 0
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """One process that reads."""
+
+    route: Route
+    heard_at: float
+    uses: dict[str, int] = field(default_factory=dict)
+    """Publication -> the version that it retains."""
+    watches: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Publication -> the seq of its WATCH, and the version that it has."""
+    away_bytes: int = 0
+    counted_from: float = 0.0
+    count: int = 0
+
+
+class Away:
+    """Bytes on their way to a reader."""
+
+    __slots__ = ("_all", "_buffer", "_reader", "_size")
+
+    def __init__(self, reader: Reader, size: int, buffer: Buffer | None, all_copies: Counter[str]) -> None:
+        self._reader, self._size, self._buffer, self._all = reader, size, buffer, all_copies
+        reader.away_bytes += size
+        if buffer is None:
+            all_copies["bytes"] += size
+        else:
+            buffer.hold()
+
+    def release(self) -> None:
+        """They have been read, or nobody will read them."""
+        self._reader.away_bytes -= self._size
+        if self._buffer is None:
+            self._all["bytes"] -= self._size
+        else:
+            self._buffer.release()
+
+
+class Publications:
+    """The publications of a server, and the processes that read them.
+
+    Args:
+        member: this server's place in the job.
+        outbox: for what is to be said.
+    """
+
+    def __init__(self, member: MembershipClient, outbox: list[Effect]) -> None:
+        self._member, self._outbox = member, outbox
+        self._context: RequestContext
+        self._budget: MemoryBudget
+        self.by_name: dict[str, Publication] = {}
+        self.readers: dict[ReaderId, Reader] = {}
+        self._copies: Counter[str] = Counter()
+        self._users: Counter[int] = Counter()
+        """By the identity of a buffer: the versions that it is a block of."""
+
+    def begin(self, context: RequestContext, budget: MemoryBudget) -> None:
+        """Serve the workers of this context, whose values are counted in this budget, from now on."""
+        self._context, self._budget, before = context, budget, getattr(self, "_budget", budget)
+        budget.publications = before.publications
+
+    def clear(self) -> None:
+        """Forget everything: another job begins."""
+        for publication in self.by_name.values():
+            for number in list(publication.versions):
+                self._drop(publication, number)
+        self.by_name.clear()
+        self.readers.clear()
+
+    # --- the worker that publishes ------------------------------------------------------------------
+
+    def on_worker(self, session: Session, seq: int, message: Message, payload: Sequence[memoryview]) -> None:
+        """Do what a worker asks.
+
+        Raises:
+            KvpsError: if it cannot be done; nothing was changed.
+        """
+        if isinstance(message, p.LastVersion):
+            self._last(session, seq, message)
+            return
+        assert isinstance(message, p.Freeze | p.Put | p.Announce)
+        self._context.demand_rank_0(session, "publish")
+        if not 1 <= message.keep <= KEEP_MAX:
+            raise ConfigError(f"keep must be 1 to {KEEP_MAX}, got {message.keep}")
+        publication = self._of(message)
+        if isinstance(message, p.Announce):
+            self._announce(publication, message, payload)
+        elif message.number >= publication.last:  # else again, of a version that is over
+            version = self._version(publication, message)
+            if isinstance(message, p.Freeze):
+                self._freeze(publication, version, message)
+            elif message.block not in version.blocks:
+                self._put(publication, version, message, payload)
+        self._context.send(session, p.Done(seq))
+        if isinstance(message, p.Announce):
+            self._context.retry()
+
+    def _of(self, message: p.Freeze | p.Put | p.Announce) -> Publication:
+        name, stores = message.publication, self._context.stores
+        self._context.store(message.store)
+        publication = self.by_name.get(name)
+        if publication is None:
+            if len(self.by_name) >= PUBLICATIONS_MAX:
+                raise Overload(
+                    f"publication {name!r} is one too many: a server has at most {PUBLICATIONS_MAX}",
+                    limit="publications",
+                )
+            publication = self.by_name[name] = Publication(message.store)
+        elif publication.store != message.store:
+            if publication.store in stores:
+                raise Mismatch(
+                    f"store {publication.store!r} publishes {name!r} already, so store {message.store!r} "
+                    "cannot: a publication has one publisher. Use another name, or close the other store"
+                )
+            publication.store = message.store
+        return publication
+
+    def _version(self, publication: Publication, message: p.Freeze | p.Put) -> Version:
+        version = publication.versions.get(message.number)
+        if version is None:
+            version = publication.versions[message.number] = Version()
+            publication.last, publication.keep = message.number, message.keep
+            self._prune(publication)
+        return version
+
+    def _freeze(self, publication: Publication, version: Version, message: p.Freeze) -> None:
+        if version.completed_at is not None:
+            return  # again
+        if message.as_dtype and message.as_dtype not in BY_ID:
+            raise ProtocolError(f"no element type has number {message.as_dtype}")
+        chunks = [self._context.chunks.at(number) for number in message.chunks]
+        for chunk in chunks:
+            if chunk.store != message.store or chunk.embedding is not None:
+                raise ProtocolError(f"chunk {chunk.number} has no keys of store {message.store!r}")
+        buffers = {id(chunk.buffer): chunk.buffer.tensor.nbytes for chunk in chunks}
+        more = sum([size for key, size in buffers.items() if key not in self._users])
+        self._make_room(publication, message, more)
+        for chunk in chunks:
+            if chunk.number not in version.blocks:
+                is_float = BY_NAME[chunk.dtype].kind != "int"
+                as_dtype = BY_ID[message.as_dtype].name if message.as_dtype and is_float else chunk.dtype
+                self._add(version, chunk.number, Block(chunk.buffer.hold(), chunk.dtype, as_dtype))
+
+    def _put(
+        self, publication: Publication, version: Version, message: p.Put, payload: Sequence[memoryview]
+    ) -> None:
+        self._make_room(publication, message, message.size)
+        tensor = self._context.chunks.memory.empty(message.size, "uint8")
+        if message.size:
+            tensor.copy_(from_frame(payload[0], "uint8"))
+        self._add(version, message.block, Block(Buffer(tensor).hold(), "uint8", "uint8"))
+
+    def _announce(self, publication: Publication, message: p.Announce, payload: Sequence[memoryview]) -> None:
+        version = publication.versions.get(message.number)
+        if message.number <= publication.newest:
+            return  # again
+        if version is None:  # no part of it is here
+            version = publication.versions[message.number] = Version()
+            publication.last = max(publication.last, message.number)
+        publication.keep = message.keep
+        if message.size:
+            version.manifest = memoryview(bytes(payload[0]))
+        version.completed_at = self._context.meter.now
+        publication.announced.append(message.number)
+        self._prune(publication)
+        for reader in self.readers.values():
+            seq, newer = reader.watches.get(message.publication, (0, 0))
+            if seq and message.number > newer:
+                del reader.watches[message.publication]
+                self._say(reader, p.VersionIs(seq, message.number, 0.0))
+
+    def _last(self, session: Session, seq: int, message: p.LastVersion) -> None:
+        def retry() -> Message | None:
+            publication = self.by_name.get(message.publication)
+            if not message.least:
+                return p.VersionIs(seq, publication.last if publication else 0)
+            found = [n for n in (publication.announced if publication else ()) if n >= message.least]
+            return p.VersionIs(seq, found[0]) if found else None
+
+        def why(describe: Describe) -> str:
+            return (
+                f"{ranks_in_words([0], describe)} has not published version {message.least} of "
+                f"{message.publication!r}"
+            )
+
+        self._context.attempt(session, seq, PendingRequest(retry, why, store=message.store))
+
+    # --- versions that come and go --------------------------------------------------------------------
+
+    def _add(self, version: Version, number: int, block: Block) -> None:
+        version.blocks[number] = block
+        key = id(block.buffer)
+        self._users[key] += 1
+        if self._users[key] == 1:
+            self._budget.publications += block.buffer.tensor.nbytes
+
+    def _drop(self, publication: Publication, number: int) -> None:
+        for block in publication.versions.pop(number).blocks.values():
+            block.buffer.release()
+            key = id(block.buffer)
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
+                self._budget.publications -= block.buffer.tensor.nbytes
+
+    def _spare(self, publication: Publication) -> list[int]:
+        """Return the versions, oldest first, that neither the publisher keeps nor is giving."""
+        complete = [n for n, version in publication.versions.items() if version.completed_at is not None]
+        kept = {publication.last, *sorted(complete)[-publication.keep :]}
+        return [number for number in sorted(publication.versions) if number not in kept]
+
+    def _prune(self, publication: Publication) -> None:
+        name = next(name for name, known in self.by_name.items() if known is publication)
+        used = {reader.uses.get(name) for reader in self.readers.values()}
+        for number in self._spare(publication):
+            is_complete = publication.versions[number].completed_at is not None
+            if number not in used or not is_complete:
+                self._drop(publication, number)
+
+    def _make_room(self, publication: Publication, message: p.Freeze | p.Put, more: int) -> None:
+        """See that there is room: versions that only readers use go first."""
+        for other in (publication, *self.by_name.values()):
+            for number in self._spare(other) if self._budget.lacks_room(more) else ():
+                self._drop(other, number)
+        what = f"version {message.number} of publication {message.publication!r}"
+        self._budget.demand_publication(what, more)
+
+    # --- those that read --------------------------------------------------------------------------------
+
+    def admit(self, envelope: Envelope, kind: type[Message]) -> bool:
+        """Judge a packet of a reader by its envelope.
+
+        Raises:
+            Mismatch, ProtocolError: if it is of another job, or has not said HELLO.
+        """
+        if self._member.welcome is None:
+            return False
+        if envelope.job != self._member.job:
+            raise Mismatch(
+                f"{self._context.me} serves another job than this reader reads from; ask the scheduler"
+            )
+        if kind is not p.Hello and (envelope.rank, envelope.incarnation) not in self.readers:
+            raise ProtocolError(f"{self._context.me} expects HELLO first from a reader")
+        return True
+
+    def on_reader(self, route: Route, packet: Packet, now: float) -> None:
+        """A reader said something.
+
+        Raises:
+            KvpsError: if it is refused.
+        """
+        envelope, message = packet.envelope, packet.message
+        who = (envelope.rank, envelope.incarnation)
+        reader = self.readers.get(who)
+        if reader is None:
+            if len(self.readers) >= READERS_MAX:
+                self.expire(now)
+            if len(self.readers) >= READERS_MAX:
+                raise Overload(f"{self._context.me} has {READERS_MAX} readers already", limit="readers")
+            reader = self.readers[who] = Reader(route, now)
+        reader.route = route
+        if now >= reader.counted_from + 1.0:
+            reader.counted_from, reader.count = now, 0
+        reader.count += 1
+        if reader.count > MESSAGES_MAX:
+            self._context.meter.add("kvps_dropped_packets_total", "reads")
+            return
+        reader.heard_at = now
+        match message:
+            case p.Hello():
+                welcome = self._member.welcome
+                assert welcome is not None, "admit() looks"
+                sizes = welcome.workers, welcome.servers
+                self._say(reader, p.Welcome(envelope.rank, envelope.incarnation, *sizes))
+            case p.Watch():
+                self._watch(reader, envelope.seq, message, now)
+            case p.Retain():
+                self._retain(reader, envelope.seq, message)
+            case p.Read():
+                self._read(reader, envelope.seq, message)
+            case _:
+                raise ProtocolError(f"a reader may not send {type(message).__name__} to a server")
+
+    def _watch(self, reader: Reader, seq: int, message: p.Watch, now: float) -> None:
+        name = message.publication
+        publication = self.by_name.get(name)
+        newest = 0 if publication is None else publication.newest
+        if newest <= message.newer:
+            if name not in reader.watches and len(reader.watches) >= WATCHES_MAX:
+                raise Overload(f"a reader watches {WATCHES_MAX} publications at most", limit="watches")
+            reader.watches[name] = (seq, message.newer)
+        age_s, names = 0.0, list[str]()
+        if publication is not None and newest in publication.versions:
+            age_s = now - (publication.versions[newest].completed_at or now)
+        if not newest:
+            names = sorted([known for known, other in self.by_name.items() if other.newest])[:NAMES_MAX]
+        self._say(reader, p.VersionIs(seq, newest, max(0.0, age_s), tuple(names)))
+
+    def _retain(self, reader: Reader, seq: int, message: p.Retain) -> None:
+        name = message.publication
+        version = self._found(name, message.number) if message.number else None
+        reader.watches.pop(name, None)
+        reader.uses.pop(name, None)
+        if message.number:
+            reader.uses[name] = message.number
+        if name in self.by_name:
+            self._prune(self.by_name[name])
+        manifest = version.manifest if version is not None and message.wants_manifest else None
+        if manifest is None:
+            self._say(reader, p.Retained(seq))
+        else:
+            self._send(reader, p.Retained(seq, len(manifest)), manifest, None)
+
+    def _read(self, reader: Reader, seq: int, message: p.Read) -> None:
+        block = self._found(message.publication, message.number).blocks.get(message.block)
+        size, itemsize = message.size, 1 if block is None else BY_NAME[block.as_dtype].itemsize
+        start, stop = message.start, message.start + size
+        if (
+            block is None
+            or not 0 < size <= READ_BYTES_MAX
+            or stop > block.size
+            or start % itemsize
+            or size % itemsize
+        ):
+            raise ProtocolError(
+                f"octets {start} to {stop} of block {message.block} of {message.publication!r} cannot be read"
+            )
+        if reader.away_bytes + size > AWAY_BYTES_MAX:
+            self._context.meter.add("kvps_dropped_packets_total", "reads")
+            return  # it is asked for again
+        buffer = block.buffer
+        if block.as_dtype == block.dtype:
+            self._send(reader, p.Octets(seq, size), buffer.octets[start:stop], buffer)
+        elif self._copies["bytes"] + size <= COPIES_BYTES_MAX:
+            count = size // itemsize
+            values = self._context.chunks.memory.empty(count, block.as_dtype)
+            values.copy_(buffer.tensor[start // itemsize : start // itemsize + count])
+            self._send(reader, p.Octets(seq, size), to_frame(values), None)
+
+    def _found(self, name: str, number: int) -> Version:
+        publication = self.by_name.get(name)
+        version = None if publication is None else publication.versions.get(number)
+        if publication is None or version is None or version.completed_at is None:
+            newest = (
+                "none" if publication is None or not publication.newest else f"version {publication.newest}"
+            )
+            raise KeyNotFound(
+                f"version {number} of {name!r} is gone ({newest} is the newest): old versions go if their "
+                f"readers say nothing for {LEASE_S:.0f} s, or where memory is short. "
+                "Call wait() for a newer one"
+            )
+        return version
+
+    def _say(self, reader: Reader, message: Message) -> None:
+        self._outbox.append(Send(reader.route, self._member.packet(message)))
+
+    def _send(self, reader: Reader, message: Message, frame: memoryview, buffer: Buffer | None) -> None:
+        packet = Packet(self._member.envelope(), message, (frame,))
+        self._context.meter.on_send(packet.payload)
+        self._outbox.append(Send(reader.route, packet, Away(reader, frame.nbytes, buffer, self._copies)))
+
+    def expire(self, now: float) -> None:
+        """Forget the readers that have said nothing for a while, and what only they used."""
+        for who in [who for who, reader in self.readers.items() if now >= reader.heard_at + LEASE_S]:
+            del self.readers[who]
+        for publication in self.by_name.values():
+            self._prune(publication)
+
+    def figures(self) -> Iterator[tuple[str, int, int, int]]:
+        """Yield of each publication the name, the newest version, how many are held, and how many read."""
+        for name, publication in self.by_name.items():
+            readers = sum(name in reader.uses or name in reader.watches for reader in self.readers.values())
+            yield name, publication.newest, len(publication.versions), readers

@@ -1,0 +1,153 @@
+"""Messages of publications: versions of named sets of tensors, and the processes that read them."""
+
+from __future__ import annotations
+
+from kvps.protocol.envelope import Answer, Message, tag
+from kvps.protocol.membership import Member
+
+KEEP_MAX = 1024
+"""How many versions of a publication may stay that no reader uses."""
+READ_BYTES_MAX = 8 << 20
+"""Octets that one READ may ask for."""
+
+
+def _sizes(size: int) -> tuple[int, ...]:
+    """Return the size of the only frame; no frame for no octets."""
+    return (size,) if size else ()
+
+
+# --- a worker that publishes ----------------------------------------------------------------------
+
+
+@tag(160)
+class Freeze(Message):
+    """Worker to server: keep the present values of these chunks as blocks of a version."""
+
+    store: str
+    publication: str
+    number: int
+    keep: int
+    """How many complete versions stay that no reader uses."""
+    as_dtype: int
+    """The element type in which floating-point values are read; 0 for their own."""
+    chunks: tuple[int, ...]
+
+
+@tag(161)
+class Put(Message):
+    """Worker to server: keep these octets as a block of a version."""
+
+    store: str
+    publication: str
+    number: int
+    keep: int
+    block: int
+    size: int
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The octets."""
+        return _sizes(self.size)
+
+
+@tag(162)
+class Announce(Message):
+    """Worker to server: a version is complete; server 0 also gets the manifest, which tells what is where."""
+
+    store: str
+    publication: str
+    number: int
+    keep: int
+    size: int
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The manifest, if there is one."""
+        return _sizes(self.size)
+
+
+@tag(163)
+class LastVersion(Message):
+    """Worker to server: which version did you hear of last? Or, has there been this one?"""
+
+    store: str
+    publication: str
+    least: int
+    """Answer when a version of at least this number is complete; 0 to hear at once of the last one."""
+
+
+@tag(164)
+class VersionIs(Answer):
+    """Answer to LAST-VERSION and WATCH."""
+
+    number: int
+    """0 if there is none."""
+    age_s: float = 0.0
+    """Seconds since it is complete."""
+    names: tuple[str, ...] = ()
+    """The names of some publications, if this one is unknown."""
+
+
+# --- a process that reads -------------------------------------------------------------------------
+
+
+@tag(165)
+class Where(Message):
+    """Reader to scheduler: where are the servers?"""
+
+
+@tag(166)
+class ServersAre(Answer):
+    """Answer to WHERE."""
+
+    members: tuple[Member, ...]
+    keys: tuple[str, ...] = ()
+    """In the order of ``members``, the public key that each has where it listens."""
+
+
+@tag(167)
+class Watch(Message):
+    """Reader to server 0: tell me when there is a newer version than this one."""
+
+    publication: str
+    newer: int
+
+
+@tag(168)
+class Retain(Message):
+    """Reader to server: I read this version now, and no older one; 0 for none at all."""
+
+    publication: str
+    number: int
+    wants_manifest: bool = False
+
+
+@tag(169)
+class Retained(Answer):
+    """Answer to RETAIN: it stays for now."""
+
+    size: int = 0
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The manifest, if it was wanted."""
+        return _sizes(self.size)
+
+
+@tag(170)
+class Read(Message):
+    """Reader to server: octets of a block, please."""
+
+    publication: str
+    number: int
+    block: int
+    start: int
+    size: int
+
+
+@tag(171)
+class Octets(Answer):
+    """Answer to READ."""
+
+    size: int
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The octets."""
+        return _sizes(self.size)

@@ -1,0 +1,410 @@
+"""Reading published weights, from any process: :func:`subscribe`.
+
+A subscription is a connection to the servers of a job, without a rank or a seat: the job neither waits for it
+nor notices its end. It imports no code of servers or trainers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvps import config
+from kvps import protocol as p
+from kvps.core import manifest
+from kvps.core.manifest import Published
+from kvps.core.reader import Ask, Reader
+from kvps.dtypes import BY_NAME
+from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, Timeout
+from kvps.net.driver import Inbox, drive
+from kvps.phrases import some_of
+from kvps.protocol.envelope import KEY_MAX, Packet, Role
+from kvps.protocol.publications import READ_BYTES_MAX
+from kvps.runtime.key_files import load_if_any
+from kvps.runtime.member_process import own_identity
+from kvps.runtime.transport import open_transport
+from kvps.tensors import TORCH
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+ALIGN = 64
+GAP_BYTES = 4096
+"""Bytes between two parts of a block for which one request reads both."""
+FETCH_MAX_S = 300.0
+"""Seconds that reading a version may take, unless the call gives a limit."""
+DIFFERENCES_MAX = 20
+
+Copy = tuple[int, int, int]
+"""Where bytes go, where they begin in an answer, and their number."""
+
+
+def subscribe(
+    name: str,
+    scheduler: str | None = None,
+    keys: str | PathLike[str] | None = None,
+    shard: tuple[int, int] | None = None,
+) -> Subscription:
+    """Read what a trainer publishes by ``kv.publish(name, ...)``, from any process.
+
+    Connects when it is first used. The publication need not exist yet.
+
+    Args:
+        name: of the publication.
+        scheduler: the scheduler's address; by default KVPS_SCHEDULER, or the cluster in this process.
+        keys: the directory of keys with ``reader.key`` and ``public/scheduler.pub``, from ``kvps keygen``;
+            by default KVPS_KEYS. None in a job without keys.
+        shard: ``(rank, size)`` to read only this reader's rows of each tensor: part ``rank`` of ``size``
+            near-equal parts by dimension 0.
+
+    Raises:
+        ConfigError: for a bad argument, or keys that cannot be used.
+
+    Example:
+        >>> with kvps.subscribe("policy", scheduler="tcp://10.0.0.1:9091") as policy:  # doctest: +SKIP
+        ...     version = policy.wait()
+        ...     policy.load(model)
+        ...     version = policy.wait(newer_than=version, timeout=60)
+    """
+    return Subscription(name, scheduler, keys, shard)
+
+
+class Subscription:
+    """The versions of one publication, one at a time; :func:`subscribe` makes it.
+
+    One version is seen whole or not at all, never changes, and is followed by newer ones only. Threads take
+    turns.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        scheduler: str | None = None,
+        keys: str | PathLike[str] | None = None,
+        shard: tuple[int, int] | None = None,
+    ) -> None:
+        given: Any = name
+        if not isinstance(given, str) or not 1 <= len(given) <= KEY_MAX or not given.isprintable():
+            raise ConfigError(f"subscribe({name!r:.80}): a name has 1 to {KEY_MAX} printable characters")
+        if shard is not None:
+            rank, size = shard
+            if not 0 <= rank < size:
+                raise ConfigError(f"subscribe(shard={shard!r}): expected (rank, size) with 0 <= rank < size")
+        cluster = _cluster_here() if scheduler is None else None
+        if cluster is not None:
+            scheduler, keys = cluster.scheduler, keys or cluster.keys or None
+        elif scheduler is None:
+            found = config.cluster()
+            scheduler = config.DEFAULT_SCHEDULER if found is None else found.scheduler
+        address = config.as_address("scheduler", scheduler)
+        loaded = load_if_any(os.fspath(keys) if keys is not None else config.keys_path(), "reader")
+        self.name = name
+        self.version: int | None = None
+        """The number of the version that is read; None before the first."""
+        self._shard = shard
+        self._transport, _, _ = open_transport(keys=loaded)
+        me = own_identity(Role.READER, address, loaded)
+        me = replace(me, rank=secrets.randbits(32), incarnation=secrets.randbits(62) + 1)
+        self._core = Reader(me)
+        self._inbox: Inbox[Reader] = Inbox(self._transport)
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._published: list[Published] = []
+        self._tensors: dict[str, torch.Tensor] | None = None
+        """Those of the version, once they are read."""
+        self._memory: np.ndarray[Any, Any] | None = None
+        """Where they lie; for the next version, too, if nobody was given one of them."""
+        self._is_given = False
+        self.age_s = 0.0
+        """Seconds for which the version had been there when :meth:`wait` returned."""
+
+    # --- versions -----------------------------------------------------------------------------------
+
+    def wait(self, newer_than: int | None = None, timeout: float | None = None) -> int:
+        """Wait for a version, and read that from now on; return its number.
+
+        Args:
+            newer_than: wait for a version with a higher number; None takes the newest there is.
+            timeout: seconds; None waits as long as the servers answer.
+
+        Raises:
+            Timeout: if there is none in time; the text says which publications there are.
+            SchedulerLost, ServerLost: if the job is over, or does not answer for 60 s.
+        """
+        with self._lock:
+            until = time.monotonic() + (float("inf") if timeout is None else timeout)
+            while True:
+                newer = max(newer_than or 0, (self.version or 1) - 1)
+                number, self.age_s = self._watch(newer, until)
+                if number == self.version:
+                    return number
+                try:
+                    self._retain(number, until)
+                except KeyNotFound:
+                    if time.monotonic() >= until:
+                        raise
+                    continue  # it was the newest when we heard of it
+                return number
+
+    def _watch(self, newer: int, until: float) -> tuple[int, float]:
+        found: list[p.VersionIs] = []
+
+        def take(packet: Packet) -> bool:
+            assert isinstance(packet.message, p.VersionIs)
+            found.append(packet.message)
+            return packet.message.number > newer
+
+        asks = {0: [Ask(0, p.Watch(self.name, newer), take)]}
+        try:
+            self._ask(asks, until, "wait()")
+        except Timeout as error:
+            if not found:
+                raise
+            last = found[-1]
+            text = f"there is no version of {self.name!r} that is newer than {newer}"
+            if not last.number:
+                others = some_of([repr(name) for name in last.names], 8) or "nothing"
+                text = f"nobody has published {self.name!r}; published: {others}"
+            raise Timeout(f"wait(): {text}. kv.publish({self.name!r}, ...) makes one") from error
+        return found[-1].number, found[-1].age_s
+
+    def _retain(self, number: int, until: float) -> None:
+        octets: list[bytes] = []
+
+        def take(packet: Packet) -> bool:
+            octets.extend([bytes(frame) for frame in packet.payload])
+            return True
+
+        asks = {
+            server: [Ask(server, p.Retain(self.name, number, wants_manifest=not server), take)]
+            for server in range(self._core.servers)
+        }
+        self._ask(asks, until, "wait()")
+        published = manifest.decode(b"".join(octets))
+        self.version, self._published, self._tensors = number, published, None
+
+    # --- tensors --------------------------------------------------------------------------------------
+
+    def tensors(self, timeout: float | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the names and tensors of the version, which is read whole before the first is there.
+
+        Without a version, takes the newest. The tensors are this process's own.
+
+        Raises:
+            KeyNotFound: if the version is gone: it was too old. Call :meth:`wait`.
+        """
+        with self._lock:
+            tensors = self._fetched(timeout)
+            self._is_given = True
+        return iter(list(tensors.items()))
+
+    def load(
+        self,
+        module: torch.nn.Module | Mapping[str, torch.Tensor],
+        *,
+        strict: bool = True,
+        timeout: float | None = None,
+    ) -> int:
+        """Copy the version into the tensors of a module, or of a state dict; return its number.
+
+        Args:
+            module: what to write to; each tensor keeps its type and device.
+            strict: both must have the same names.
+            timeout: seconds that reading may take.
+
+        Raises:
+            Mismatch: if names or shapes differ: the text names all differences, and nothing was written.
+            KeyNotFound: as :meth:`tensors`.
+        """
+        with self._lock:
+            if self.version is None:
+                self.wait(timeout=timeout)
+            targets = module.state_dict() if isinstance(module, torch.nn.Module) else module
+            self._demand_alike(targets, strict)
+            tensors = self._fetched(timeout)
+            with torch.no_grad():
+                for name, target in targets.items():
+                    if name in tensors:
+                        target.copy_(tensors[name])
+            assert self.version is not None
+            return self.version
+
+    def digest(self, name: str, timeout: float | None = None) -> str:
+        """Return the BLAKE2b digest of a tensor's bytes (16 of them, in hexadecimal): equal for equal bits.
+
+        Raises:
+            KeyNotFound: as :meth:`tensors`. KeyError: if the version has no such tensor.
+        """
+        with self._lock:
+            return digest_of(self._fetched(timeout)[name])
+
+    def _demand_alike(self, targets: Mapping[str, torch.Tensor], strict: bool) -> None:
+        shapes = {tensor.name: _rows(tensor, self._shard)[1] for tensor in self._published}
+        wrong = [f"{name!r} is missing in the module" for name in shapes if name not in targets and strict]
+        wrong += [f"{name!r} was not published" for name in targets if name not in shapes and strict]
+        wrong += [
+            f"{name!r} has shape {tuple(target.shape)} in the module and {shapes[name]} as published"
+            for name, target in targets.items()
+            if name in shapes and tuple(target.shape) != shapes[name]
+        ]
+        if wrong:
+            more = f"; and {len(wrong) - DIFFERENCES_MAX} more" if len(wrong) > DIFFERENCES_MAX else ""
+            raise Mismatch(
+                f"version {self.version} of {self.name!r} does not fit the module, and nothing was loaded: "
+                f"{'; '.join(wrong[:DIFFERENCES_MAX])}{more}"
+            )
+
+    def _fetched(self, timeout: float | None) -> dict[str, torch.Tensor]:
+        if self.version is None:
+            self.wait(timeout=timeout)
+        if self._tensors is None:
+            self._tensors = self._fetch(FETCH_MAX_S if timeout is None else timeout)
+        return self._tensors
+
+    def _fetch(self, limit_s: float) -> dict[str, torch.Tensor]:
+        """Read the version."""
+        parts: dict[tuple[int, int], list[Copy]] = {}
+        places: list[tuple[Published, int, tuple[int, ...]]] = []
+        end = 0
+        for tensor in self._published:
+            (first, stop), shape = _rows(tensor, self._shard)
+            places.append((tensor, end, shape))
+            for extent in tensor.extents:
+                low, high = max(first, extent.offset), min(stop, extent.offset + extent.size)
+                if low < high:
+                    at = extent.start + low - extent.offset
+                    parts.setdefault((extent.server, extent.block), []).append(
+                        (end + low - first, at, high - low)
+                    )
+            end += -(-(stop - first) // ALIGN) * ALIGN
+        memory = self._memory
+        if memory is None or self._is_given or len(memory) != end:
+            memory = torch.empty(end, dtype=torch.uint8).numpy()
+        self._memory, self._is_given = memory, False
+        asks: dict[int, list[Ask]] = {}
+        assert self.version is not None
+        for (server, block), copies in sorted(parts.items()):
+            for start, size, group in _grouped(copies):
+                message = p.Read(self.name, self.version, block, start, size)
+                asks.setdefault(server, []).append(Ask(server, message, partial(_take, memory, group)))
+        self._ask(asks, time.monotonic() + limit_s, f"reading version {self.version} of {self.name!r}")
+        return {tensor.name: _view(memory, tensor, start, shape) for tensor, start, shape in places}
+
+    # --- the end ----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the subscription; tensors that were given stay."""
+        with self._lock:
+            if self._is_closed:
+                return
+            if self.version is not None:
+                none = p.Retain(self.name, 0)
+                asks = {
+                    server: [Ask(server, none, lambda packet: True)] for server in range(self._core.servers)
+                }
+                with suppress(KvpsError):
+                    self._ask(asks, time.monotonic() + 1.0, "close()")
+            self._is_closed, self._tensors, self._memory = True, None, None
+            self._transport.close(0.2)
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<kvps.Subscription {self.name!r} version {self.version}>"
+
+    def _ask(self, asks: Mapping[int, list[Ask]], until: float, what: str) -> None:
+        """Make requests, and wait until all are answered.
+
+        Raises:
+            KvpsError: if one is not.
+        """
+        if self._is_closed:
+            raise ConfigError(f"the subscription to {self.name!r} is closed")
+        if not self._core.servers:
+            self._drive([], until, what)
+        self._drive([ask for some in asks.values() for ask in some], until, what)
+
+    def _drive(self, asks: list[Ask], until: float, what: str) -> None:
+        self._inbox.requests.clear()
+        self._inbox.put(Reader.begin, asks, until, what)
+        drive(self._core, self._transport, self._inbox)
+        for _ in self._transport.poll(0.0):  # tells the servers which memory is read no more
+            pass
+        if self._core.error is not None:
+            raise self._core.error
+
+
+def _cluster_here() -> Any:
+    """Return the cluster in this process, if it has begun one; importing its module would begin none."""
+    current, process = (sys.modules.get(f"kvps.runtime.{name}") for name in ("current", "process"))
+    cluster = None if current is None else current.current()
+    return cluster or (None if process is None else process.embedded())
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return the digest of a tensor's bytes, as :meth:`Subscription.digest` has it."""
+    octets = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(octets.data, digest_size=16).hexdigest()
+
+
+def _rows(tensor: Published, shard: tuple[int, int] | None) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Return the bytes of a tensor that a shard has, and their shape."""
+    shape = tensor.spec.shape
+    if shard is None or not shape:
+        return (0, tensor.size), shape
+    rank, size = shard
+    first, stop = shape[0] * rank // size, shape[0] * (rank + 1) // size
+    width = tensor.size // shape[0] if shape[0] else 0
+    return (first * width, stop * width), (stop - first, *shape[1:])
+
+
+def _grouped(copies: list[Copy]) -> Iterator[tuple[int, int, list[Copy]]]:
+    """Yield requests for the parts of a block: where it begins, its size, and what to copy of the answer."""
+    group: list[Copy] = []
+    first = last = 0
+    for to, start, size in sorted(copies, key=lambda copy: copy[1]):
+        while size:
+            if group and (start > last + GAP_BYTES or start >= first + READ_BYTES_MAX):
+                yield first, last - first, group
+                group = []
+            if not group:
+                first = last = start
+            taken = min(size, first + READ_BYTES_MAX - start)
+            group.append((to, start - first, taken))
+            to, start, size = to + taken, start + taken, size - taken
+            last = max(last, start)
+    if group:
+        yield first, last - first, group
+
+
+def _take(memory: np.ndarray[Any, Any], copies: list[Copy], packet: Packet) -> bool:
+    """Copy what was read to where it belongs."""
+    octets = np.frombuffer(packet.payload[0], np.uint8)
+    for to, start, size in copies:
+        memory[to : to + size] = octets[start : start + size]
+    return True
+
+
+def _view(
+    memory: np.ndarray[Any, Any], tensor: Published, start: int, shape: tuple[int, ...]
+) -> torch.Tensor:
+    dtype = TORCH[tensor.spec.dtype]
+    count = int(np.prod(shape, dtype=np.int64))
+    octets = memory[start : start + count * BY_NAME[tensor.spec.dtype].itemsize]
+    return torch.from_numpy(octets).view(dtype).view(shape)

@@ -1,0 +1,187 @@
+"""publish() and subscribe(): weights for processes that are no members, over real sockets and shared memory."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import kvps
+from kvps.subscriber import digest_of
+
+LIMIT_S = 30
+
+
+def model(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.BatchNorm1d(200), torch.nn.Linear(200, 3))
+
+
+@pytest.fixture(params=["auto", "tcp"])
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[kvps.LocalCluster]:
+    monkeypatch.setenv("KVPS_TRANSPORT", request.param)
+    with kvps.LocalCluster(workers=2, servers=2) as one:
+        yield one
+
+
+def test_weights_on_the_servers_are_published_and_read(cluster: kvps.LocalCluster) -> None:
+    initial, gradient = torch.randn(300_000), torch.randn(300_000)
+    ends = threading.Event()
+
+    def train(rank: int) -> list[int]:
+        with kvps.create("dist_sync") as kv:
+            kv.init(["w", 3], [initial, torch.arange(7)])
+            kv.set_optimizer("test")
+            numbers = [kv.publish("policy", ["w", 3], dtype="bfloat16", keep=5)]
+            for _ in range(3):
+                kv.push("w", gradient)
+                numbers.append(kv.publish("policy", ["w"]))
+            assert ends.wait(LIMIT_S)
+            return numbers
+
+    def read() -> list[torch.Tensor]:
+        got = []
+        with kvps.subscribe("policy", cluster.scheduler, cluster.keys) as policy:
+            for number in (1, 2, 3, 4):
+                assert policy.wait(newer_than=number - 1, timeout=LIMIT_S) >= number
+            assert policy.version == 4
+            got = [tensor for _, tensor in policy.tensors()]
+            assert policy.digest("w") == digest_of(got[0])
+            assert policy.wait() == 4, "none is newer"
+            with pytest.raises(kvps.Timeout, match="no version of 'policy' that is newer than 4"):
+                policy.wait(newer_than=4, timeout=0.1)
+        ends.set()
+        return got
+
+    with_reader: list[torch.Tensor] = []
+    reader = threading.Thread(target=lambda: with_reader.extend(read()))
+    reader.start()
+    assert cluster.run(train) == [[1, 2, 3, 4]] * 2
+    reader.join(LIMIT_S)
+    expected = initial.clone()
+    for _ in range(3):
+        expected += gradient + gradient
+    (weight,) = with_reader
+    assert torch.allclose(weight, expected)
+
+
+def test_module_is_loaded_whole_or_with_all_differences(cluster: kvps.LocalCluster) -> None:
+    source, bits = model(1), {}
+
+    def train(rank: int) -> None:
+        with kvps.create("dist_async", name="any") as kv:
+            if rank == 0:
+                assert kv.publish("policy", source, dtype=torch.bfloat16) == 1
+                with torch.no_grad():
+                    source[0].weight.add_(1)
+                assert kv.publish("policy", source.state_dict()) == 2
+                bits["w"] = digest_of(source[0].weight)
+            kv.barrier()
+            if rank == 0:
+                return
+            with kvps.subscribe("policy", cluster.scheduler, cluster.keys) as policy:
+                target = model(2)
+                assert policy.load(target) == 2
+                for name, tensor in source.state_dict().items():
+                    assert torch.equal(target.state_dict()[name], tensor), name
+                assert policy.digest("0.weight") == bits["w"]
+                wrong = torch.nn.Sequential(torch.nn.Linear(300, 100), torch.nn.BatchNorm1d(200))
+                before = {name: tensor.clone() for name, tensor in wrong.state_dict().items()}
+                with pytest.raises(kvps.Mismatch) as error:
+                    policy.load(wrong)
+                for part in (
+                    "'0.weight' has shape (100, 300) in the module and (200, 300)",
+                    "'2.bias' is missing",
+                ):
+                    assert part in str(error.value)
+                assert all(torch.equal(tensor, before[name]) for name, tensor in wrong.state_dict().items())
+                policy.load({"2.bias": torch.zeros(3), "more": torch.zeros(1)}, strict=False)
+            parts = []
+            for index in range(3):
+                with kvps.subscribe("policy", cluster.scheduler, cluster.keys, (index, 3)) as policy:
+                    policy.wait(timeout=LIMIT_S)
+                    parts.append(dict(policy.tensors()))
+            for name, tensor in source.state_dict().items():
+                whole = torch.cat([part[name] for part in parts]) if tensor.dim() else parts[1][name]
+                assert torch.equal(whole, tensor), name
+
+    cluster.run(train)
+
+
+def test_given_tensors_stay_and_memory_of_others_is_used_again() -> None:
+    with kvps.create("dist_sync") as kv, kvps.subscribe("policy") as policy:
+        kv.publish("policy", {"w": torch.ones(50_000)})
+        first = dict(policy.tensors())["w"]
+        where = []
+        for number in (2, 3, 4):
+            kv.publish("policy", {"w": torch.full((50_000,), float(number))})
+            assert policy.wait(timeout=LIMIT_S) == number
+            target = {"w": torch.empty(50_000)}
+            policy.load(target)
+            assert target["w"].unique().tolist() == [number]
+            assert policy._memory is not None
+            where.append(policy._memory.ctypes.data)
+        assert len(set(where)) == 1
+        assert first.unique().tolist() == [1.0]
+    kvps.shutdown()
+
+
+def test_slow_reader_skips_versions_and_is_told_what_is_gone() -> None:
+    with kvps.create("dist_sync") as kv, kvps.subscribe("policy") as policy:
+        for number in range(1, 4):
+            kv.publish("policy", {"w": torch.full((5,), float(number))}, keep=1)
+            if number == 1:
+                policy.wait(timeout=LIMIT_S)
+        assert dict(policy.tensors())["w"].unique().tolist() == [1.0], "it retained version 1"
+        policy.wait(timeout=LIMIT_S)
+        assert policy.version == 3
+        policy.version = 2
+        with pytest.raises(kvps.KeyNotFound, match="version 2 of 'policy' is gone"):
+            list(policy.tensors())
+        assert policy.wait(newer_than=2) == 3
+    with pytest.raises(kvps.ConfigError, match="is closed"):
+        policy.wait()
+    kvps.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("", {"w": torch.ones(1)}), "a name has 1 to 256"),
+        (("p", {"w": torch.ones(1)}, None, 0), "keep=0"),
+        (("p", {"w": torch.ones(1)}, "int8"), "expected None or one of"),
+        (("p", {}), "the source has no tensors"),
+        (("p", {"w": 3}), "a state dict has tensors by name"),
+        (("p", ["never"]), "never"),
+    ],
+)
+def test_bad_publications_are_refused(arguments: tuple[str, object], text: str) -> None:
+    with kvps.create("dist_sync") as kv, pytest.raises(kvps.KvpsError, match=text):
+        kv.publish(*arguments)
+
+
+def test_two_publishers_of_one_name_are_refused() -> None:
+    with kvps.create("dist_sync") as first, kvps.create("dist_async") as second:
+        first.publish("policy", {"w": torch.ones(1)})
+        with pytest.raises(kvps.Mismatch, match="publishes 'policy' already"):
+            second.publish("policy", {"w": torch.ones(1)})
+
+
+@pytest.mark.parametrize("kind", ["local", "device"])
+def test_store_without_servers_says_so(kind: str) -> None:
+    with kvps.create(kind) as kv, pytest.raises(kvps.ConfigError, match="no servers that other processes"):
+        kv.publish("policy", {"w": torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"name": "a\n"}, "a name has 1 to 256"),
+        ({"name": "p", "shard": (2, 2)}, "expected \\(rank, size\\)"),
+        ({"name": "p", "scheduler": "nowhere"}, "nowhere"),
+        ({"name": "p", "keys": "/no/such/keys"}, "cannot read the key"),
+    ],
+)
+def test_bad_subscriptions_are_refused(arguments: dict[str, str], text: str) -> None:
+    with pytest.raises(kvps.ConfigError, match=text):
+        kvps.subscribe(**arguments)

@@ -1,0 +1,363 @@
+"""Publications on a server: versions that readers read, and that no reader can change, keep or hold up."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvps import protocol as p
+from kvps.core.limits import Limits
+from kvps.core.server import publications
+from kvps.core.server.publications import LEASE_S, READERS_MAX, WATCHES_MAX
+from kvps.errors import ConfigError, KeyNotFound, Mismatch, Overload, ProtocolError
+from kvps.protocol.envelope import Envelope, Message, Role
+from kvps.protocol.publications import READ_BYTES_MAX
+from kvps.tensors import from_frame
+from tests.support.server_harness import Said, ServerStage, greeting, heard, over, refusal
+
+LIFE = 2**40
+BFLOAT16 = 4
+MANIFEST = torch.tensor(list(b"[]"), dtype=torch.uint8)
+
+
+class Stage(ServerStage):
+    """A server with an open store, a publisher at rank 0, and readers."""
+
+    seq = 0
+
+    def reader(self, rank: int, message: Message, life: int = LIFE, job: bytes | None = None) -> list[Said]:
+        self.seq += 1
+        envelope = Envelope(job or self.job, 0, Role.READER, rank, life, self.seq)
+        return self.hear(b"r%d" % rank, over(envelope, message))
+
+    def greet(self, rank: int) -> None:
+        assert heard(self.reader(rank, greeting(role=4, rank=rank)), p.Welcome)
+
+    def put(self, number: int, *values: float, block: int = 0, keep: int = 2, **fields: str) -> list[Said]:
+        row = torch.tensor(values)
+        message = replace(p.Put("kv", "policy", number, keep, block, row.nbytes), **fields)
+        return self.say(0, message, *([row] if len(row) else []))
+
+    def freeze(
+        self, number: int, *chunks: int, as_dtype: int = 0, keep: int = 2, rank: int = 0
+    ) -> list[Said]:
+        return self.say(rank, p.Freeze("kv", "policy", number, keep, as_dtype, chunks))
+
+    def announce(self, number: int, keep: int = 2) -> list[Said]:
+        return self.say(0, p.Announce("kv", "policy", number, keep, 2), MANIFEST)
+
+    def publish(self, number: int, *values: float, keep: int = 2) -> None:
+        assert heard(self.put(number, *values, keep=keep), p.Done)
+        assert heard(self.announce(number, keep), p.Done)
+
+    def read(self, number: int, block: int, size: int, start: int = 0, rank: int = 0) -> list[Said]:
+        return self.reader(rank, p.Read("policy", number, block, start, size))
+
+    def floats(self, number: int, block: int, size: int, start: int = 0) -> list[float]:
+        (said,) = self.read(number, block, size, start)
+        assert isinstance(said.message, p.Octets), said
+        return from_frame(said.payload[0], "float32").tolist()
+
+    @property
+    def held(self) -> list[int]:
+        return sorted(self.server.publications.by_name["policy"].versions)
+
+    @property
+    def bytes(self) -> int:
+        return self.server.control.budget.publications
+
+
+def stage(**options: object) -> Stage:
+    one = Stage(**options)  # type: ignore[arg-type]
+    one.open()
+    one.greet(0)
+    return one
+
+
+def fails(said: list[Said], error: type[Exception], text: str) -> None:
+    found = refusal(said)
+    assert found.startswith(f"{error.__name__}: ")
+    assert text in found
+
+
+# --- versions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R543", "R544")
+def test_frozen_values_do_not_change_and_are_read_in_the_published_type() -> None:
+    one = stage()
+    one.init("w", [1.0, 2.0, 3.0, 4.0])
+    one.init("n", torch.tensor([7, 8]))
+    chunks = [one.pieces[key][0].chunk for key in ("w", "n")]
+    for _ in range(2):
+        assert heard(one.freeze(1, *chunks, as_dtype=BFLOAT16), p.Done)
+    one.announce(1)
+    assert heard(one.freeze(2, chunks[0]), p.Done)
+    one.announce(2)
+    held = one.bytes
+    assert heard(one.freeze(2, chunks[0]), p.Done), "again"
+    for number in range(2):
+        for rank in range(2):
+            one.push(rank, "w", [9.0] * 4, number)
+    assert one.values("w") == [18.0] * 4
+    (said,) = one.read(1, chunks[0], 8)
+    assert from_frame(said.payload[0], "bfloat16").tolist() == [1.0, 2.0, 3.0, 4.0]
+    (said,) = one.read(1, chunks[1], 16)
+    assert from_frame(said.payload[0], "int64").tolist() == [7, 8], "only floating-point values are converted"
+    assert one.floats(2, chunks[0], 8, 4) == [2.0, 3.0]
+    assert one.bytes == held, "a buffer of two versions counts once"
+    one.publish(3, 5.0, keep=1)
+    assert (one.held, one.bytes) == ([3], 4)
+
+
+@pytest.mark.spec("R542")
+def test_repeated_or_late_requests_change_nothing() -> None:
+    one = stage()
+    one.publish(5, 1.0, 2.0)
+    assert heard(one.put(5, 8.0, 9.0), p.Done)
+    assert heard(one.put(4, 8.0, 9.0), p.Done)
+    assert heard(one.announce(5), p.Done)
+    assert heard(one.announce(3), p.Done)
+    assert one.held == [5]
+    assert one.floats(5, 0, 8) == [1.0, 2.0]
+    one.init("w", [1.0])
+    assert heard(one.freeze(5, one.pieces["w"][0].chunk), p.Done)
+    fails(one.read(5, one.pieces["w"][0].chunk, 4), ProtocolError, "cannot be read")
+
+
+@pytest.mark.spec("R545")
+def test_newest_versions_stay_and_incomplete_ones_go() -> None:
+    one = stage()
+    for number in (1, 2, 3):
+        one.publish(number, float(number))
+    one.put(4, 4.0)
+    assert one.held == [2, 3, 4]
+    assert one.bytes == 12
+    one.put(5, 5.0)
+    assert one.held == [2, 3, 5], "version 4 is not announced any more"
+    one.say(0, p.Announce("kv", "policy", 6, 2, 0))
+    assert one.held == [3, 6], "a server may have no part of a version"
+    assert heard(one.put(7), p.Done), "a block may be empty"
+
+
+@pytest.mark.spec("R541")
+def test_publisher_is_rank_0_of_one_store_and_keeps_a_version() -> None:
+    one = stage()
+    one.publish(1, 1.0)
+    fails(one.freeze(2, rank=1), ProtocolError, "rank 1 may not publish")
+    for keep in (0, 1025):
+        fails(one.put(2, 1.0, keep=keep), ConfigError, "keep must be 1 to 1024")
+    fails(one.put(2, 1.0, store="other"), ProtocolError, "was not opened")
+    one.open(store="other")
+    fails(one.put(2, 1.0, store="other"), Mismatch, "store 'kv' publishes 'policy' already")
+    one.say(0, p.Close((p.StoreLife("kv", 0),)))
+    one.say(1, p.Close((p.StoreLife("kv", 0),)))
+    one.now += 100
+    one.take(one.server.on_timer(one.now))
+    one.take(one.server.on_timer(one.now + 100))
+    assert "kv" not in one.server.context.stores
+    assert heard(one.put(2, 1.0, store="other"), p.Done)
+
+
+def test_chunks_that_cannot_be_frozen_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = stage()
+    one.init("w", [1.0])
+    chunk = one.pieces["w"][0].chunk
+    fails(one.freeze(1, 999), ProtocolError, "no chunk 999")
+    fails(one.freeze(1, chunk, as_dtype=77), ProtocolError, "no element type has number 77")
+    one.open(store="other")
+    message = p.Freeze("other", "else", 1, 2, 0, (chunk,))
+    fails(one.say(0, message), ProtocolError, "has no keys of store 'other'")
+    one.server.context.chunks.at(chunk).embedding = object()  # type: ignore[assignment]  # as that of a table
+    fails(one.freeze(1, chunk), ProtocolError, "has no keys of store 'kv'")
+    one.server.context.chunks.at(chunk).embedding = None
+    monkeypatch.setattr(publications, "PUBLICATIONS_MAX", 1)
+    one.publish(1, 1.0)
+    fails(one.put(1, 1.0, publication="third"), Overload, "one too many")
+
+
+@pytest.mark.spec("R545")
+def test_versions_count_as_memory_and_unused_ones_go_first() -> None:
+    one = stage(memory_limit=64)
+    one.publish(1, *[1.0] * 6, keep=1)
+    one.reader(0, p.Retain("policy", 1))
+    one.publish(2, 2.0, keep=1)
+    assert one.held == [1, 2]
+    one.publish(3, *[3.0] * 10, keep=1)
+    assert one.held == [3], "a version that only a reader used went"
+    fails(
+        one.put(4, *[4.0] * 9), Overload, "no room for version 4 of publication 'policy': publications 76 B"
+    )
+    assert one.floats(3, 0, 4) == [3.0]
+    fails(
+        one.reader(0, p.Retain("policy", 1)),
+        KeyNotFound,
+        "version 1 of 'policy' is gone (version 3 is the newest)",
+    )
+
+
+@pytest.mark.spec("R542")
+def test_last_version_is_told_at_once_or_when_it_is_complete() -> None:
+    one = stage()
+    ask = p.LastVersion("kv", "policy", 0)
+    assert [m.number for m in heard(one.say(0, ask), p.VersionIs)] == [0]
+    assert not one.say(1, p.LastVersion("kv", "policy", 1))
+    (probed,) = heard(one.say(1, p.Probe((one.seqs[1],)), seq=0), p.Probed)
+    assert "rank 0" in probed.pending[0].reason
+    assert "has not published version 1 of 'policy'" in probed.pending[0].reason
+    one.put(2, 1.0)
+    assert [m.number for m in heard(one.say(0, ask), p.VersionIs)] == [2], "complete or not"
+    assert [m.number for m in heard(one.announce(2), p.VersionIs, b"w1")] == [2]
+    one.publish(3, 1.0)
+    assert [m.number for m in heard(one.say(1, p.LastVersion("kv", "policy", 1)), p.VersionIs)] == [2]
+
+
+@pytest.mark.spec("R543")
+def test_versions_outlive_a_return_to_a_cut_and_end_with_the_job() -> None:
+    one = stage()
+    one.publish(1, 1.0)
+    one.server._reset({})
+    assert one.bytes == 4
+    assert one.floats(1, 0, 4) == [1.0]
+    one.server._begin()
+    assert one.bytes == 0
+    fails(one.read(1, 0, 4), ProtocolError, "expects HELLO first")
+
+
+# --- readers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R546")
+def test_watch_is_answered_at_once_and_once_more() -> None:
+    one = stage()
+    (first,) = heard(one.reader(0, p.Watch("policy", 0)), p.VersionIs)
+    assert (first.number, first.names) == (0, ())
+    one.put(1, 1.0)
+    (news,) = heard(one.announce(1), p.VersionIs, b"r0")
+    assert (news.seq, news.number) == (first.seq, 1)
+    assert not heard(one.announce(1), p.VersionIs)
+    one.now += 3
+    one.reader(0, p.Watch("policy", 1))
+    (again,) = heard(one.reader(0, p.Watch("policy", 0)), p.VersionIs)
+    assert (again.number, again.age_s) == (1, 3.0)
+    (other,) = heard(one.reader(0, p.Watch("nix", 0)), p.VersionIs)
+    assert (other.number, other.names) == (0, ("policy",))
+    one.reader(0, p.Watch("policy", 7))
+    assert not heard(one.put(2, 1.0) + one.announce(2), p.VersionIs)
+
+
+@pytest.mark.spec("R545", "R546")
+def test_retained_version_stays_until_its_reader_moves_on_or_is_silent() -> None:
+    one = stage()
+    one.greet(1)
+    one.publish(1, 1.0, keep=1)
+    (kept,) = one.reader(0, p.Retain("policy", 1, True))
+    assert (kept.message, bytes(kept.payload[0])) == (p.Retained(one.seq, 2), b"[]")
+    one.reader(1, p.Retain("policy", 1))
+    one.publish(2, 2.0, keep=1)
+    one.publish(3, 3.0, keep=1)
+    assert one.held == [1, 3]
+    assert one.floats(1, 0, 4) == [1.0]
+    one.reader(1, p.Retain("policy", 0))
+    assert one.held == [1, 3]
+    one.reader(0, p.Retain("policy", 3))
+    assert one.held == [3]
+    one.publish(4, 4.0, keep=1)
+    assert list(one.server.publications.figures()) == [("policy", 4, 2, 1)]
+    one.now += LEASE_S
+    one.take(one.server.on_timer(one.now))
+    assert one.held == [4]
+    assert not one.server.publications.readers
+    fails(one.read(4, 0, 4), ProtocolError, "expects HELLO first")
+    one.greet(0)
+    fails(one.reader(0, p.Retain("nix", 1)), KeyNotFound, "version 1 of 'nix' is gone (none is the newest)")
+    one.put(5, 5.0)
+    fails(one.read(5, 0, 4), KeyNotFound, "version 5")
+    assert heard(one.reader(0, p.Retain("nix", 0)), p.Retained)
+
+
+@pytest.mark.spec("R547")
+@pytest.mark.parametrize(
+    ("start", "size"), [(0, 0), (0, 20), (12, 8), (2, 4), (0, 2), (0, READ_BYTES_MAX + 4)]
+)
+def test_reads_of_other_octets_are_refused(start: int, size: int) -> None:
+    one = stage()
+    one.init("w", [1.0, 2.0, 3.0, 4.0])
+    chunk = one.pieces["w"][0].chunk
+    one.freeze(1, chunk)
+    one.announce(1)
+    if size == 20 or start == 12:
+        size += one.server.context.chunks.at(chunk).capacity * 4
+    fails(one.read(1, chunk, size, start), ProtocolError, f"of block {chunk} of 'policy' cannot be read")
+    fails(one.read(1, chunk + 1, 4), ProtocolError, "cannot be read")
+
+
+@pytest.mark.spec("R548")
+def test_bytes_on_their_way_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = stage()
+    one.init("w", [1.0, 2.0])
+    chunk = one.pieces["w"][0].chunk
+    one.freeze(1, chunk, as_dtype=BFLOAT16)
+    one.put(1, 5.0, block=9)
+    one.announce(1)
+    served = one.server.publications
+    (reader,) = served.readers.values()
+    monkeypatch.setattr(publications, "AWAY_BYTES_MAX", 3)
+    assert not one.read(1, 9, 4)
+    monkeypatch.setattr(publications, "AWAY_BYTES_MAX", 4)
+    assert one.read(1, 9, 4)
+    assert one.read(1, chunk, 4)
+    monkeypatch.setattr(publications, "COPIES_BYTES_MAX", 3)
+    assert not one.read(1, chunk, 4), "what is converted is a copy"
+    assert one.read(1, 9, 4)
+    assert (reader.away_bytes, served._copies["bytes"]) == (0, 0)
+
+
+@pytest.mark.spec("R548")
+def test_readers_and_their_requests_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = stage()
+    for index in range(WATCHES_MAX):
+        one.reader(0, p.Watch(f"p{index}", 0))
+    fails(one.reader(0, p.Watch("one more", 0)), Overload, f"watches {WATCHES_MAX} publications at most")
+    monkeypatch.setattr(publications, "MESSAGES_MAX", WATCHES_MAX + 3)
+    assert one.reader(0, p.Watch("p0", 0))
+    assert not one.reader(0, p.Watch("p0", 0))
+    one.now += 1
+    assert one.reader(0, p.Watch("p0", 0))
+    for rank in range(1, READERS_MAX):
+        one.reader(rank, greeting(role=4, rank=rank))
+    fails(one.reader(READERS_MAX, greeting(role=4)), Overload, f"has {READERS_MAX} readers already")
+    one.now += LEASE_S
+    one.greet(READERS_MAX)
+
+
+@pytest.mark.spec("R549", "R550")
+@pytest.mark.parametrize(
+    ("act", "error", "text"),
+    [
+        (lambda one: one.reader(9, p.Watch("policy", 0)), ProtocolError, "expects HELLO first"),
+        (lambda one: one.reader(0, p.Watch("policy", 0), life=1), ProtocolError, "expects HELLO first"),
+        (lambda one: one.reader(0, p.Watch("policy", 0), job=bytes(16)), Mismatch, "serves another job"),
+        (lambda one: one.reader(0, p.Probe((1,))), ProtocolError, "a reader may not send Probe"),
+    ],
+)
+def test_readers_are_refused(act: Callable[[Stage], list[Said]], error: type[Exception], text: str) -> None:
+    fails(act(stage()), error, text)
+
+
+@pytest.mark.spec("R550")
+def test_readers_are_no_sign_of_life_and_wait_for_a_job() -> None:
+    one = stage()
+    heard_at = one.server._heard_at
+    one.now += 30
+    one.greet(0)
+    assert one.server._heard_at == heard_at
+    one.server.member.welcome = None
+    assert not one.reader(0, p.Watch("policy", 0))
+
+
+def test_a_limit_of_the_machine_refuses_a_version() -> None:
+    one = stage(limits=Limits(used_memory=50))
+    one.take(one.server.on_memory(60, 100, one.now))
+    fails(one.put(1, 1.0), Overload, "version 1 of publication 'policy' is refused")

@@ -1,0 +1,202 @@
+"""A reader: it finds the servers, asks until it is answered, and says whom it waited for in vain."""
+
+import pytest
+
+from kvps import protocol as p
+from kvps.core.effects import Connect, Effect, Exit, Note, Send
+from kvps.core.membership_client import Identity
+from kvps.core.reader import AGAIN_S, LATE_S, LOST_S, WINDOW, Ask, Reader
+from kvps.errors import KeyNotFound, Mismatch, ProtocolError, SchedulerLost, ServerLost, Timeout, Unauthorized
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from tests.support.effects import taken
+
+AT = "tcp://127.0.0.1:9091"
+JOB = bytes(range(16))
+WATCH = p.Watch("policy", 0)
+
+
+def member(rank: int, incarnation: int = 1, endpoint: str = "tcp://s:1", machine: int = 7) -> p.Member:
+    return p.Member(Role.SERVER, rank, incarnation, "held", endpoint, "host", 0.0, "", machine)
+
+
+class Stage:
+    """A reader, and a test that is everybody else."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.core = Reader(Identity(Role.READER, AT, "here", 7, "kvps", 3, 2**40, machine=7))
+        self.got: list[int] = []
+
+    def begin(self, *servers: int, until: float = 1e9, lasts: int = 0) -> list[Effect]:
+        """Ask some servers, which answer ``lasts`` times before the answer counts."""
+
+        def take(packet: Packet) -> bool:
+            assert isinstance(packet.message, p.VersionIs)
+            self.got.append(packet.message.number)
+            return len(self.got) > lasts
+
+        asks = [Ask(server, WATCH, take) for server in servers]
+        return taken(self.core, self.core.begin(asks, until, "wait()", self.now))
+
+    def hear(self, message: Message, route: str = "scheduler") -> list[Effect]:
+        role = Role.SCHEDULER if route == "scheduler" else Role.SERVER
+        packet = Packet(Envelope(JOB, 0, role, 0, 1, 0), message)
+        return taken(self.core, self.core.on_packet(route, packet, self.now))
+
+    def found(self, *members: p.Member, keys: tuple[str, ...] = ()) -> list[Effect]:
+        return self.hear(p.ServersAre(1, members, keys))
+
+    def wait(self, seconds: float) -> list[Effect]:
+        """Let time pass, timer by timer."""
+        until, effects = self.now + seconds, list[Effect]()
+        while (due := self.core.deadline()) <= until and not ended(effects):
+            self.now = max(self.now, due)
+            effects += taken(self.core, self.core.on_timer(self.now))
+        self.now = until
+        return effects
+
+    def joined(self) -> None:
+        self.begin()
+        assert ended(self.found(member(0), member(1, endpoint="tcp://s:2", machine=8), keys=("", "k")))
+
+
+def ended(effects: list[Effect]) -> bool:
+    return any(isinstance(effect, Exit) for effect in effects)
+
+
+def said(effects: list[Effect], kind: type[Message]) -> list[tuple[object, int]]:
+    """To whom a message of this class was sent, and its number."""
+    return [
+        (effect.to, effect.packet.envelope.seq)
+        for effect in effects
+        if isinstance(effect, Send) and isinstance(effect.packet.message, kind)
+    ]
+
+
+@pytest.mark.spec("R549", "R551")
+def test_reader_finds_the_servers_and_says_hello_first() -> None:
+    stage = Stage()
+    connect, where = stage.begin()
+    assert connect == Connect("scheduler", AT)
+    assert isinstance(where, Send)
+    assert where.packet.envelope.job == bytes(16)
+    assert stage.found() == []
+    assert stage.found(member(0, endpoint="")) == [], "the job is forming"
+    assert said(stage.wait(AGAIN_S), p.Where)
+    effects = stage.found(member(0), member(1, endpoint="tcp://s:2", machine=8), keys=("", "k"))
+    assert effects[:2] == [
+        Connect("server 0", "tcp://s:1", True, ""),
+        Connect("server 1", "tcp://s:2", False, "k"),
+    ]
+    assert ended(effects)
+    assert stage.core.servers == 2
+    (hello,) = said(stage.begin(0), p.Hello)
+    assert hello[0] == "server 0"
+    assert not said(stage.wait(0.5), p.Hello)
+    assert said(stage.wait(AGAIN_S), p.Hello), "it is repeated"
+    ((_, seq),) = said(stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0"), p.Watch)
+    assert ended(stage.hear(p.VersionIs(seq, 5), "server 0"))
+    assert stage.got == [5]
+    assert isinstance(stage.hear(p.VersionIs(seq, 6), "server 0")[0], Note), "it was answered"
+    assert stage.got == [5]
+
+
+@pytest.mark.spec("R548")
+def test_requests_are_repeated_and_a_window_is_under_way() -> None:
+    stage = Stage()
+    stage.joined()
+    stage.begin(*[0] * (WINDOW + 1))
+    sent = said(stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0"), p.Watch)
+    assert len(sent) == WINDOW
+    assert said(stage.wait(AGAIN_S), p.Watch) == sent
+    ((_, last),) = said(stage.hear(p.VersionIs(sent[0][1], 1), "server 0"), p.Watch)
+    for _, seq in sent[1:]:
+        assert not ended(stage.hear(p.VersionIs(seq, 1), "server 0"))
+    assert ended(stage.hear(p.VersionIs(last, 1), "server 0"))
+
+
+def test_an_answer_may_not_be_the_last() -> None:
+    stage = Stage()
+    stage.joined()
+    stage.begin(0, lasts=1)
+    ((_, seq),) = said(stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0"), p.Watch)
+    assert not ended(stage.hear(p.VersionIs(seq, 0), "server 0"))
+    assert ended(stage.hear(p.VersionIs(seq, 1), "server 0"))
+
+
+def test_server_that_has_forgotten_the_reader_is_greeted_again() -> None:
+    stage = Stage()
+    stage.joined()
+    stage.begin(0)
+    ((_, seq),) = said(stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0"), p.Watch)
+    for error in (ProtocolError("server 0 expects HELLO first"), Mismatch("another job")):
+        stage.wait(2 * AGAIN_S)
+        effects = stage.hear(p.Error(seq, error.code, str(error)), "server 0")
+        assert said(effects, p.Hello)
+        assert said(effects, p.Where)
+        assert said(stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0"), p.Watch) == [("server 0", seq)]
+    stage.hear(p.Error(999, Mismatch.code, "of what is over"), "server 0")
+    assert not ended(stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0"))
+
+
+def test_server_in_anothers_place_is_found() -> None:
+    stage = Stage()
+    stage.joined()
+    stage.begin(0)
+    stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0")
+    assert said(stage.wait(LATE_S + AGAIN_S), p.Where)
+    effects = stage.found(member(0, 9, "tcp://s:3"), member(1, endpoint="tcp://s:2", machine=8))
+    assert effects[0] == Connect("server 0", "tcp://s:3", True, "")
+    assert said(effects, p.Hello)
+    assert said(stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0"), p.Watch) == []
+    assert said(stage.wait(AGAIN_S), p.Watch), "under its number"
+
+
+@pytest.mark.parametrize(
+    ("route", "message", "kind"),
+    [
+        ("scheduler", p.Error(1, Unauthorized.code, "no"), Unauthorized),
+        ("scheduler", p.Stop(0, "done"), SchedulerLost),
+        ("server 0", p.Error(0, KeyNotFound.code, "gone"), KeyNotFound),
+    ],
+)
+def test_refusals_end_the_call(route: str, message: Message, kind: type[Exception]) -> None:
+    stage = Stage()
+    stage.joined()
+    stage.begin(0)
+    assert ended(stage.hear(message, route))
+    assert isinstance(stage.core.error, kind)
+    assert stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0") == [], "it is over"
+
+
+def test_an_error_of_what_is_over_changes_nothing() -> None:
+    stage = Stage()
+    stage.joined()
+    stage.begin(0)
+    stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0")
+    assert not ended(stage.hear(p.Error(999, KeyNotFound.code, "gone"), "server 0"))
+    assert isinstance(stage.hear(p.Done(1))[0], Note)
+
+
+def test_every_wait_ends_by_an_error_that_says_for_whom() -> None:
+    stage = Stage()
+    stage.begin(until=105.0)
+    assert ended(stage.wait(10))
+    assert isinstance(stage.core.error, Timeout)
+    assert "has not said where the servers are" in str(stage.core.error)
+    stage = Stage()
+    stage.begin()
+    assert ended(stage.wait(LOST_S + 1))
+    assert isinstance(stage.core.error, SchedulerLost)
+    stage = Stage()
+    stage.joined()
+    stage.begin(1, until=stage.now + 2)
+    assert ended(stage.wait(3))
+    assert str(stage.core.error) == "wait(): no answer in time"
+    stage.begin(1, until=stage.now + 2 * LATE_S)
+    assert ended(stage.wait(3 * LATE_S))
+    assert str(stage.core.error) == "wait(): no answer in time. Servers [1] are silent"
+    stage.begin(1)
+    assert ended(stage.wait(LOST_S + 1))
+    assert isinstance(stage.core.error, ServerLost)
+    assert "server 1 at tcp://s:2 has said nothing for 60 s" in str(stage.core.error)
