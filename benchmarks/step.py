@@ -23,6 +23,9 @@ each way are the median step of the slowest worker, its cost (the step less the 
 workers alone), and the ratio of this cost to gloo's. Behind them stand the same for the processor
 time that all processes take for a step, servers among them, divided by the number of workers:
 other work on the machine changes it less.
+
+A turn of all ways takes some three minutes on two cores, most of which are imports. Each result is printed
+at once, on standard error; the table follows at the end.
 """
 
 from __future__ import annotations
@@ -185,6 +188,7 @@ def main() -> None:
         for way in flags.ways if turn % 2 == 0 else reversed(flags.ways):
             with tempfile.TemporaryDirectory() as folder:
                 ms, cpu, weights = run(way, flags, Path(folder))
+            print(f"turn {turn + 1}  {way:16} step {ms:7.1f} | cpu {cpu:7.1f}", file=sys.stderr, flush=True)
             found[way].append(ms)
             spent[way].append(cpu)
             ends[way] = torch.tensor(weights)
