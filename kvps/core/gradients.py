@@ -28,10 +28,16 @@ HALF = torch.float16, torch.bfloat16
 class DenseGradient:
     """Flat tensors of one type, end to end. They are only read."""
 
-    __slots__ = ("_pieces", "dtype", "edges", "frame")
+    __slots__ = ("_pieces", "dtype", "edges", "frame", "is_lent")
+    kind = 0
+    """Its place in a sum: behind what is added up already, and before row gradients."""
 
-    def __init__(self, pieces: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, pieces: Sequence[torch.Tensor], dtype: torch.dtype | None = None, *, is_lent: bool = False
+    ) -> None:
         self._pieces = tuple(pieces)
+        self.is_lent = is_lent
+        """It is its sender's memory, and must not be written to."""
         self.frame: memoryview | None = None
         """All elements, if they are few and no halves, and nobody has asked for tensors of them."""
         self.dtype = dtype or self._pieces[0].dtype
@@ -40,12 +46,12 @@ class DenseGradient:
         """The element at which each piece ends."""
 
     @classmethod
-    def of(cls, payload: Sequence[memoryview], dtype: int) -> DenseGradient:
+    def of(cls, payload: Sequence[memoryview], dtype: int, *, is_lent: bool = False) -> DenseGradient:
         """Return the elements that came in ``payload``: one frame, or loans of several places."""
         kind, frame = BY_ID[dtype], payload[0]
         if len(payload) > 1 or kind.kind == "half" or not 0 < frame.nbytes <= SMALL_BYTES:
-            return cls([*map(from_frame, payload, repeat(kind.name))])
-        made = cls((), TORCH[kind.name])
+            return cls([*map(from_frame, payload, repeat(kind.name))], is_lent=is_lent)
+        made = cls((), TORCH[kind.name], is_lent=is_lent)
         made.frame, made.edges = frame, (frame.nbytes // kind.itemsize,)
         return made
 
@@ -73,13 +79,12 @@ class DenseGradient:
         if start == 0 and stop == self.edges[-1]:
             return self
         edges = [start, *[edge for edge in self.edges if start < edge < stop], stop]
-        return DenseGradient([self.within(*ends) for ends in pairwise(edges)])
+        return DenseGradient([self.within(*ends) for ends in pairwise(edges)], is_lent=self.is_lent)
 
-    def to_sum(self) -> DenseGradient:
-        """Return all elements in one piece, of the type in which sums are taken; itself if it is so."""
-        if len(self.edges) == 1 and self.dtype not in HALF:
-            return self
-        return DenseGradient([accumulator(self.joined())])
+    @property
+    def may_be_sum(self) -> bool:
+        """Whether it can become a sum where it lies: in one piece, of the type in which sums are taken."""
+        return not self.is_lent and len(self.edges) == 1 and self.dtype not in HALF
 
     def joined(self) -> torch.Tensor:
         """Return all elements in one piece; a copy if there were several."""
@@ -99,6 +104,12 @@ class GradientSum:
 
     parts: tuple[Part, ...]
     divisor: float = 1
+
+    @staticmethod
+    def of(parts: tuple[Part, ...], divisor: float = 1) -> GradientSum:
+        """Return the sum of ``parts``, divided by ``divisor``; it is there already if it is one part."""
+        is_own = len(parts) == 1 and divisor == 1 and parts[0].may_be_sum
+        return (OwnSum if is_own else GradientSum)(parts, divisor)
 
     @property
     def is_sparse(self) -> bool:
@@ -168,9 +179,13 @@ class GradientSum:
             np.add(total, np.frombuffer(frame, dtype), out=total)
         return True
 
+    def new(self) -> torch.Tensor:
+        """Return memory for the sum."""
+        return accumulator(torch.empty(0, dtype=self.parts[0].dtype)).new_empty(len(self))
+
     def whole(self) -> torch.Tensor:
         """Return the sum in memory of its own."""
-        out = accumulator(torch.empty(0, dtype=self.parts[0].dtype)).new_empty(len(self))
+        out = self.new()
         self.into(out, 0, len(self))
         return out
 

@@ -26,6 +26,10 @@ class RowGradient:
     """Some rows of ``count`` rows of ``width`` elements; the others are 0. They are only read."""
 
     __slots__ = ("_count", "_place", "_sums", "ids", "rows")
+    kind = 1
+    """Its place in a sum: behind dense gradients."""
+    is_lent, may_be_sum = True, False
+    """It takes little memory, and sums are written elsewhere."""
 
     def __init__(
         self, ids: Tensor, rows: Tensor, count: int, place: tuple[RowGradient, Edges, int] | None = None

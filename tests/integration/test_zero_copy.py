@@ -193,9 +193,9 @@ def test_nothing_is_copied_on_the_way(servers, monkeypatch):
     lent = []
     judge = Ingest.judge
 
-    def note(self, rule, message, gradient, **options):
-        lent.append((options["is_lent"], len(gradient.edges)))
-        return judge(self, rule, message, gradient, **options)
+    def note(self, rule, message, gradient):
+        lent.append((gradient.is_lent, len(gradient.edges)))
+        return judge(self, rule, message, gradient)
 
     def work(rank):
         kv = kvps.create("dist_sync")

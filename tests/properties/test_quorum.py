@@ -48,7 +48,7 @@ def test_each_push_counts_at_most_once(
                 round_ = span.round(at, now)
                 assert rank not in round_.ranks
                 gradient = DenseGradient([torch.tensor([worth * weight], dtype=torch.float64)])
-                round_.add((rank,), gradient, lent=False, keep=True, weight=weight)
+                round_.add((rank,), gradient, keep=True, weight=weight)
                 if at != number:
                     round_.moved.add(rank)
                 made[rank][number] = (worth, weight)

@@ -39,8 +39,8 @@ def test_each_rank_counts_once_in_each_round(steps: list[object], keep: bool, le
             assert verdict is expected(owed, number, len(closed))
             if verdict is Verdict.COUNTED:
                 span.take(tuple(ranks), number)
-                value = DenseGradient([torch.tensor([float(worth)])])
-                span.round(number, 0.0).add(tuple(ranks), value, lent=lent, keep=keep)
+                value = DenseGradient([torch.tensor([float(worth)])], is_lent=lent)
+                span.round(number, 0.0).add(tuple(ranks), value, keep=keep)
                 counted.setdefault(number, {})[ranks[0]] = float(worth)
                 counted[number] |= dict.fromkeys(ranks[1:], 0.0)
         while required and not span.missing(required):

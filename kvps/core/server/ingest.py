@@ -67,11 +67,10 @@ class Ingest:
         if message.held:
             check_held(message.held, message.runs)
         if message.code is None:
-            gradient = DenseGradient.of(packet.payload, message.dtype)
+            gradient = DenseGradient.of(packet.payload, message.dtype, is_lent=bool(packet.loans))
         else:
             gradient = self._decoded(rule, message, packet)
-        is_lent = bool(packet.loans) and message.code is None  # what was decompressed is ours
-        judged = self.judge(rule, message, gradient, is_lent=is_lent)
+        judged = self.judge(rule, message, gradient)
         if not self.apply(judged, packet.payload, now):
             return  # not taken in: the worker will probe, and send it again
         self._meter.on_values(chunk.number, message.runs, BY_NAME[chunk.dtype].itemsize)
@@ -80,7 +79,7 @@ class Ingest:
             for start, size, number in message.runs:
                 asks.append(_ask((start, size, number + 1, 0)))
             reading = PendingRead(session, seq, store.name, chunk.number, True, tuple(asks), message.held)
-            if self._answers.read(reading, store, chunk) or is_lent:
+            if self._answers.read(reading, store, chunk) or gradient.is_lent:
                 return  # no window waits for the receipt of what is lent; its values will do
         version = min(
             [span.version for run in message.runs for span in chunk.spans_in(run.start, run.start + run.size)]
@@ -156,7 +155,7 @@ class Ingest:
             rule, stop = self._book.rule(piece.chunk), piece.start + piece.size
             rule.check_rows(message.ranks)
             ranges.append(PushedRange(rule, piece.start, stop, number, part))
-        judged = JudgedPush(store, message.ranks, len(message.ranks), bool(packet.loans))
+        judged = JudgedPush(store, message.ranks, len(message.ranks))
         self._judge(judged, ranges, None)
         if isinstance(target, TableRows) and judged.ranges:
             store.budget.demand_growth(judged.ranges[0].rule.chunk.keys[0])
@@ -166,16 +165,13 @@ class Ingest:
 
     # --- judging ----------------------------------------------------------------------------
 
-    def judge(
-        self, rule: Rule, message: p.Push, gradient: DenseGradient, *, is_lent: bool = False
-    ) -> JudgedPush:
+    def judge(self, rule: Rule, message: p.Push, gradient: DenseGradient) -> JudgedPush:
         """Decide about a push; nothing is changed.
 
         Args:
             rule: that of its chunk.
             message: the push.
             gradient: as many elements as the runs of ``message`` have, side by side.
-            is_lent: ``gradient`` is its sender's memory, and must not be written to.
 
         Raises:
             ProtocolError, Mismatch, ConfigError, KeyNotFound: if it is refused.
@@ -194,7 +190,7 @@ class Ingest:
             before = since[len(ranges)] if counts_late else None
             ranges.append(PushedRange(rule, start, start + size, number, part, before))
             begin += size
-        judged = JudgedPush(store, message.ranks, message.weight, is_lent, message.back)
+        judged = JudgedPush(store, message.ranks, message.weight, message.back)
         self._judge(judged, ranges, message.step)
         return judged
 
@@ -278,7 +274,7 @@ class Ingest:
         span.take(ranks, number)  # not before its turn: a read that is woken would take the push for applied
         if not store.ordered:
             age = self._meter.stale(ranks, rule.chunk.number, span.start, span.version)
-            total = GradientSum((pushed.gradient,))
+            total = GradientSum.of((pushed.gradient,))
             rule.apply(span, PendingUpdate(number, ranks, total, (ranks,), back=judged.back, age=age))
             self._meter.moved(store.name, span.version)
             return
@@ -289,7 +285,7 @@ class Ingest:
         judged.late_s.append(now - round_.opened_at)
         round_.step = judged.step
         round_.backs.add(judged.back)
-        round_.add(ranks, pushed.gradient, lent=judged.is_lent, keep=rule.keeps_all, weight=judged.weight)
+        round_.add(ranks, pushed.gradient, keep=rule.keeps_all, weight=judged.weight)
         if quorum.required <= round_.ranks or store.opened.quorum:
             self.close(rule, span, quorum, now)
 

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 
 from kvps.compression.spec import CodecSpec
-from kvps.core.gradients import DenseGradient, GradientSum, OwnSum, Part
+from kvps.core.gradients import DenseGradient, GradientSum, Part
 from kvps.core.nonfinite import Flaw
 from kvps.core.row_gradients import RowGradient
 from kvps.protocol.envelope import WINDOW
@@ -65,8 +65,8 @@ class Verdict(enum.Enum):
 class Round:
     """The pushes of one number.
 
-    They are added up when the round closes: then the sum goes where it is needed, in one pass. Those
-    that came in frames are added to the first before that, so that a round of many ranks needs no
+    They are added up when the round closes: then the sum goes where it is needed, in one pass. Of those
+    that came in frames, two are added up when a third comes, so that a round of many ranks needs no
     more memory than one of two; those that lie in their senders' memory are left there, up to
     :data:`LENT_MAX`, and so are those of which only some rows are there. Where sums must be taken in
     rank order, all are kept.
@@ -75,10 +75,8 @@ class Round:
     number: int
     opened_at: float
     ranks: set[int] = field(default_factory=set)
-    total: Part | None = None
-    """The sum of the gradients that are not in ``kept``."""
-    kept: dict[tuple[int, ...], Part] = field(default_factory=dict)
-    """Ranks -> their gradient, as it came."""
+    parts: dict[tuple[int, tuple[int, ...]], Part] = field(default_factory=dict)
+    """(Kind, ranks) -> their gradients: as they came, or added up (kind -1). A sum has them in this order."""
     backs: set[CodecSpec | None] = field(default_factory=set)
     """The codecs in which its pushes want the update."""
     weights: list[float] = field(default_factory=list)
@@ -90,44 +88,32 @@ class Round:
     not the oldest."""
     step: StepPart | None = None
     """The step that it belongs to, where gradients are clipped by their global norm."""
-    has_rows: bool = False
-    """Some of its gradients have rows only."""
 
-    def add(
-        self, ranks: tuple[int, ...], gradient: Part, *, lent: bool, keep: bool, weight: float | None = None
-    ) -> None:
+    def add(self, ranks: tuple[int, ...], gradient: Part, *, keep: bool, weight: float = 1.0) -> None:
         """Count ``ranks`` in.
 
         Args:
             ranks: the ranks that pushed.
             gradient: of all of them. It belongs to the round from here on, unless it is lent.
-            lent: ``gradient`` is its sender's memory, and must not be written to.
             keep: sums must be taken in rank order.
-            weight: the weight by which ``gradient`` is multiplied already; None for 1 for each rank.
+            weight: the weight by which ``gradient`` is multiplied already.
         """
-        self.ranks.update(ranks)
-        self.weights.append(len(ranks) if weight is None else weight)
-        if isinstance(gradient, RowGradient):
-            self.has_rows = is_small = True
-        elif not keep and not lent and self.total is None and not self.kept:
-            self.total = gradient.to_sum()
-            return
-        else:
-            is_small = lent
-        if not keep and len(self.kept) >= (LENT_MAX if is_small else 1):
+        if len(self.parts) > 1 and not keep and len(self.parts) >= (LENT_MAX if gradient.is_lent else 2):
             self._add_up()
-        self.kept[tuple(sorted(ranks))] = gradient
+        self.ranks.update(ranks)
+        self.weights.append(weight)
+        self.parts[gradient.kind, tuple(sorted(ranks))] = gradient
 
     def _add_up(self) -> None:
-        """Add the kept gradients to the total."""
+        """Let the sum of the gradients take their place."""
         total = self.sum()
+        first, whose = total.parts[0], tuple(sorted(self.ranks))
         if total.is_sparse:
-            self.total = total.gathered()
-        elif isinstance(self.total, DenseGradient):
-            total.into(self.total.joined(), 0, len(total))
-        else:
-            self.total = DenseGradient([total.whole()])
-        self.kept.clear()
+            self.parts = {(RowGradient.kind, whose): total.gathered()}
+            return
+        row = first.joined() if first.may_be_sum else total.new()
+        total.into(row, 0, len(total))
+        self.parts = {(-1, whose): DenseGradient([row])}
 
     def sum(self) -> GradientSum:
         """Return the sum; in rank order where all pushes were kept, of either kind by itself."""
@@ -135,31 +121,21 @@ class Round:
 
     def update(self, *, average: bool) -> PendingUpdate:
         """Return the update that closes this round: the sum, or the mean by weight, dense gradients first."""
-        whose = sorted(self.kept)
-        parts = [*map(self.kept.__getitem__, whose)]
-        if self.total is not None:
-            whose.insert(0, tuple(sorted(self.ranks.difference(*self.kept))))
-            parts.insert(0, self.total)
-        if self.has_rows:
-            order = sorted(range(len(parts)), key=lambda at: isinstance(parts[at], RowGradient))
-            whose, parts = [whose[at] for at in order], [parts[at] for at in order]
+        order = sorted(self.parts)
         # fsum() gives the same bits in whatever order the pushes came.
         divisor = math.fsum(self.weights) if average else 1
-        is_own = divisor == 1 and len(parts) == 1 and isinstance(self.total, DenseGradient)
-        total = (OwnSum if is_own else GradientSum)(tuple(parts), divisor)
+        total = GradientSum.of(tuple(map(self.parts.__getitem__, order)), divisor)
         back = next(iter(self.backs)) if len(self.backs) == 1 else None
-        return PendingUpdate(self.number, (), total, tuple(whose), back=back, step=self.step)
+        whose = tuple([ranks for _, ranks in order])
+        return PendingUpdate(self.number, (), total, whose, back=back, step=self.step)
 
     def cut(self, at: int) -> Round:
         """Split off the elements from ``at`` on; both halves share this round's memory."""
-        right = replace(self, ranks=set(self.ranks), backs=set(self.backs), kept={})
-        right.total, right.weights, right.moved = None, list(self.weights), set(self.moved)
-        if self.total is not None:
-            whole = self.total
-            self.total, right.total = whole.part(0, at), whole.part(at, len(whole))
-        for ranks, gradient in self.kept.items():
-            self.kept[ranks] = gradient.part(0, at)
-            right.kept[ranks] = gradient.part(at, len(gradient))
+        right = replace(self, ranks=set(self.ranks), backs=set(self.backs), parts={})
+        right.weights, right.moved = list(self.weights), set(self.moved)
+        for whose, gradient in self.parts.items():
+            self.parts[whose] = gradient.part(0, at)
+            right.parts[whose] = gradient.part(at, len(gradient))
         return right
 
 
@@ -383,8 +359,8 @@ class Span:
         for offset, round_ in enumerate(self.rounds):
             assert round_.number == first + offset
             assert round_.ranks, round_.number
-            for gradient in [round_.total, *round_.kept.values()]:
-                assert gradient is None or len(gradient) == self.stop - self.start
+            for gradient in round_.parts.values():
+                assert len(gradient) == self.stop - self.start
             for rank in round_.ranks - round_.moved:
                 assert self.pushed[rank] > round_.number, (rank, round_.number, self.pushed)
             assert all(self.pushed[rank] for rank in round_.moved)

@@ -346,8 +346,6 @@ class JudgedPush:
     """The ranks that the push speaks for."""
     weight: float
     """The weight of the push in a mean."""
-    is_lent: bool
-    """The gradient is its sender's memory, and must not be written to."""
     back: CodecSpec | None = None
     """The codec in which they want the update; None for none."""
     step: StepPart | None = None

@@ -21,9 +21,7 @@ def ones(count: int = 10) -> torch.Tensor:
 
 def push(one: Span, rank: int, number: int, gradient: torch.Tensor | None = None) -> None:
     one.take((rank,), number)
-    one.round(number, 0.0).add(
-        (rank,), DenseGradient([ones() if gradient is None else gradient]), lent=False, keep=False
-    )
+    one.round(number, 0.0).add((rank,), DenseGradient([ones() if gradient is None else gradient]), keep=False)
     one.check()
 
 
@@ -60,7 +58,7 @@ def test_a_round_closes_by_ranks_never_by_pushes() -> None:
 def test_or_in_the_order_of_ranks() -> None:
     one = Round(0, 0.0)
     for rank, value in ((2, 1.0), (0, 1e8), (1, -1e8)):
-        one.add((rank,), DenseGradient([torch.tensor([value])]), lent=False, keep=True)
+        one.add((rank,), DenseGradient([torch.tensor([value])]), keep=True)
     assert one.ranks == {0, 1, 2}
     assert one.sum().whole().tolist() == [1.0]
 
@@ -73,7 +71,6 @@ def test_half_types_are_summed_in_float32(dtype: torch.dtype, keep: bool) -> Non
         one.add(
             (rank,),
             DenseGradient([torch.tensor([2048.0 if rank == 0 else 1.0], dtype=dtype)]),
-            lent=False,
             keep=keep,
         )
     assert one.sum().whole().dtype is torch.float32
@@ -84,15 +81,14 @@ def test_half_types_are_summed_in_float32(dtype: torch.dtype, keep: bool) -> Non
 
 
 def add(one: Round, rank: int, gradient: torch.Tensor, *, lent: bool) -> None:
-    one.add((rank,), DenseGradient([gradient]), lent=lent, keep=False)
+    one.add((rank,), DenseGradient([gradient], is_lent=lent), keep=False)
 
 
 def test_few_that_are_lent_are_left_where_they_lie() -> None:
     one, lent = Round(0, 0.0), [torch.full((2,), 1.0 + rank) for rank in range(LENT_MAX)]
     for rank, gradient in enumerate(lent):
         add(one, rank, gradient, lent=True)
-    assert one.total is None
-    assert [one.kept[(rank,)].joined().data_ptr() for rank in range(LENT_MAX)] == [
+    assert [one.parts[0, (rank,)].joined().data_ptr() for rank in range(LENT_MAX)] == [
         gradient.data_ptr() for gradient in lent
     ]
     assert one.sum().whole().tolist() == [36.0, 36.0]
@@ -103,8 +99,7 @@ def test_more_are_added_up_elsewhere(count: int) -> None:
     one, lent = Round(0, 0.0), [torch.full((2,), 1.0 + rank) for rank in range(count)]
     for rank, gradient in enumerate(lent):
         add(one, rank, gradient, lent=True)
-        assert len(one.kept) <= LENT_MAX
-    assert one.total is not None
+        assert len(one.parts) <= LENT_MAX
     assert one.sum().whole().tolist() == [count * (count + 1) / 2] * 2
     assert [gradient.tolist() for gradient in lent] == [[1.0 + rank] * 2 for rank in range(count)]
 
@@ -129,8 +124,8 @@ def test_halves_of_what_is_lent_move_apart() -> None:
     left, lent = span(), [torch.arange(10.0), torch.arange(10.0)]
     for rank, gradient in enumerate(lent):
         left.take((rank,), 0)
-        pieces = DenseGradient(gradient.split([3, 4, 3]))
-        left.round(0, 0.0).add((rank,), pieces, lent=True, keep=False)
+        pieces = DenseGradient(gradient.split([3, 4, 3]), is_lent=True)
+        left.round(0, 0.0).add((rank,), pieces, keep=False)
     right = left.cut(5)
     for half in (left, right):
         half.check()
@@ -160,9 +155,9 @@ def test_both_halves_have_the_history() -> None:
     left = span(r0=1)
     left.head_start[1], left.clock_from[0] = 4, 1
     left.due.append(PendingUpdate(0, (), GradientSum((DenseGradient([torch.arange(10.0)]),))))
-    left.round(1, 5.0).add((0,), DenseGradient([torch.arange(10.0)]), lent=False, keep=False)
+    left.round(1, 5.0).add((0,), DenseGradient([torch.arange(10.0)]), keep=False)
     left.take((0,), 1)
-    left.round(2, 6.0).add((0,), DenseGradient([torch.arange(10.0)]), lent=False, keep=True)
+    left.round(2, 6.0).add((0,), DenseGradient([torch.arange(10.0)]), keep=True)
     left.take((0,), 2)
     right = left.cut(4)
     for half in (left, right):
