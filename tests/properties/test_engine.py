@@ -207,7 +207,7 @@ class Model(RuleBasedStateMachine):
             assert self.stage.values(name) == key.values
             assert span.version == key.version
             for rank in range(RANKS):
-                assert span.owed(rank, self.ordered) == key.owed(rank, self.ordered)
+                assert span.owed(rank) == key.owed(rank, self.ordered)
 
 
 def joined(runs: list[Run]) -> list[Run]:

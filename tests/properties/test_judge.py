@@ -39,7 +39,7 @@ def pushes(draw: st.DrawFn, stage: ServerStage) -> tuple[Push, torch.Tensor]:
     ranks = draw(st.sampled_from([(0,), (1,), (0, 1)]))
     runs = []
     for key in keys:
-        owed = stage.span(key).owed(ranks[0], stage.server.context.stores["kv"].ordered)
+        owed = stage.span(key).owed(ranks[0])
         number = max(0, owed + draw(st.sampled_from([0, 0, 0, 0, -1, 1])))
         _, start, size = stage.pieces[key][0]
         runs.append(Run(start, size, number))
@@ -67,7 +67,7 @@ def test_judging_changes_nothing_and_applying_does_what_was_judged(data: st.Data
             continue
         assert everything(stage) == before
         assert bool(judged.ranges) is (judged.verdict is Verdict.COUNTED)
-        ingest.apply(judged, (), stage.now)
+        ingest.apply(judged, ())
         stage.take(stage.server._flush())
         if judged.verdict is not Verdict.COUNTED:
             assert everything(stage)[0] == before[0]  # type: ignore[index]

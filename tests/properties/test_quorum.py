@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvps.core.gradients import DenseGradient
-from kvps.core.server.chunks.rounds import Span, Verdict
+from kvps.core.server.chunks.rounds import LateSpan, Span, Verdict
 
 RANKS = 4
 STEPS = st.one_of(
@@ -27,7 +27,8 @@ def test_each_push_counts_at_most_once(
     steps: list[object], quorum: int, grace_s: float, counts_late: bool
 ) -> None:
     """A step is a push (its number given relative to the rank's next), or time that passes."""
-    span, now, everybody = Span(0, 1), 0.0, frozenset(range(RANKS))
+    span = (LateSpan if counts_late else Span)(0, 1)
+    now, everybody = 0.0, frozenset(range(RANKS))
     made: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
     """Rank -> number -> what the push was worth, and its weight, if it was taken in."""
     applied: list[tuple[set[int], float, float]] = []
@@ -39,18 +40,14 @@ def test_each_push_counts_at_most_once(
             rank, relative, weight = step  # type: ignore[misc]
             following = max(made[rank], default=-1) + 1
             number = max(0, following + relative)
-            verdict = span.judge((rank,), number, True, number if counts_late else None)
+            verdict = span.judge((rank,), number, number if counts_late else None)
             if number in made[rank]:
                 assert verdict is Verdict.DUPLICATE
             if verdict is Verdict.COUNTED:
-                span.take((rank,), number)
-                at = span.place((rank,), number) if counts_late else number
-                round_ = span.round(at, now)
+                round_ = span.take((rank,), number, now)
                 assert rank not in round_.ranks
                 gradient = DenseGradient([torch.tensor([worth * weight], dtype=torch.float64)])
                 round_.add((rank,), gradient, keep=True, weight=weight)
-                if at != number:
-                    round_.moved.add(rank)
                 made[rank][number] = (worth, weight)
         while span.rounds:
             closes_at = span.closes_at(quorum, grace_s, now)

@@ -33,14 +33,13 @@ def test_each_rank_counts_once_in_each_round(steps: list[object], keep: bool, le
             required = step
         else:
             ranks, relative = step  # type: ignore[misc]
-            number = max(0, span.owed(ranks[0], ordered=True) + relative)
-            verdict = span.judge(tuple(ranks), number, ordered=True)
+            number = max(0, span.owed(ranks[0]) + relative)
+            verdict = span.judge(tuple(ranks), number, None)
             owed = [max(len(closed), first_not_in(counted, rank)) for rank in ranks]
             assert verdict is expected(owed, number, len(closed))
             if verdict is Verdict.COUNTED:
-                span.take(tuple(ranks), number)
                 value = DenseGradient([torch.tensor([float(worth)])], is_lent=lent)
-                span.round(number, 0.0).add(tuple(ranks), value, keep=keep)
+                span.take(tuple(ranks), number, 0.0).add(tuple(ranks), value, keep=keep)
                 counted.setdefault(number, {})[ranks[0]] = float(worth)
                 counted[number] |= dict.fromkeys(ranks[1:], 0.0)
         while required and not span.missing(required):

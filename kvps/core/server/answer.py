@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 
 from kvps import protocol as p
-from kvps.core.server.chunks.rounds import Span
+from kvps.core.server.chunks.rounds import FreeSpan, Span
 from kvps.core.server.chunks.slab import Buffer, Chunk, Chunks
 from kvps.core.server.context import RequestContext, StoreQuorum
 from kvps.core.server.rules.rows import KeyRows
@@ -133,7 +133,7 @@ class Answers:
             stop = start + size
             for span in chunk.spans if len(chunk.spans) == 1 else chunk.spans_in(start, stop):
                 begin, end = max(span.start, start), min(span.stop, stop)
-                owed = span.owed(session.rank, store.ordered)
+                owed = span.owed(session.rank)
                 found.append(_stand((begin, end - begin, span.version, owed)))
         stands, number = tuple(found), BY_NAME[chunk.dtype].id
         if not reading.values:
@@ -261,7 +261,7 @@ def why_unreadable(
     A span of an ordered store is known to be behind: the caller has compared versions.
     """
     rank = reading.session.rank
-    if store.ordered:
+    if not isinstance(span, FreeSpan):
         if span.due:
             if span.due[0].step is not None:
                 return (
@@ -353,10 +353,10 @@ def read_rows(
     rank, target, ids = reading.session.rank, reading.target, reading.ids
     if isinstance(target, TableRows):
         assert ids is not None
-        return target.read(chunks.memory, reading.seq, rank, ids, is_ordered=store.ordered)
+        return target.read(chunks.memory, reading.seq, rank, ids)
     spans = target.spans(chunks)
     versions = [span.version for span in spans]
-    owed = min([span.owed(rank, store.ordered) for span in spans])
+    owed = min([span.owed(rank) for span in spans])
     seq, dtype, width = reading.seq, BY_NAME[target.dtype].id, target.width
     dropped: list[p.Dropped] = []
     if store.drops is not None:

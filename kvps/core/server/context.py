@@ -17,6 +17,7 @@ from kvps.core.effects import Effect, Hold, Route, Send
 from kvps.core.limits import Limits, remedy
 from kvps.core.liveness import quiet_in_words
 from kvps.core.membership_client import MembershipClient, Quorum
+from kvps.core.server.chunks.rounds import FreeSpan
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.meter import Meter
 from kvps.core.server.sessions import WATCHED_MAX, Describe, Link, PendingRead, PendingRequest, Session
@@ -24,7 +25,7 @@ from kvps.core.server.store import ServerStore
 from kvps.errors import Fenced, KvpsError, Mismatch, Overload, ProtocolError, Unauthorized
 from kvps.protocol.envelope import Envelope, Message, Packet, Role, maker
 from kvps.protocol.membership import Error, Ping, Pong, Return, View
-from kvps.protocol.stores import Declare, SetState
+from kvps.protocol.stores import Declare, Open, SetState
 from kvps.protocol.values import Push, PushRows, PushTables
 
 _packet, _send = maker(Packet), maker(Send)
@@ -35,6 +36,8 @@ class StoreQuorum(NamedTuple):
 
     required: frozenset[int]
     """A round waits for them."""
+    enough: frozenset[int]
+    """A round without them cannot close: the same, or none where rounds close at a quorum."""
     live: frozenset[int]
     """Their clocks count."""
     lost: frozenset[int]
@@ -44,9 +47,11 @@ class StoreQuorum(NamedTuple):
     """The ranks that had joined then: they have run out of batches."""
 
     @classmethod
-    def of(cls, quorum: Quorum, policy: str, view: View | None, away: frozenset[int]) -> StoreQuorum:
-        """Return the ranks that count where lost ranks are treated by ``policy``."""
-        return cls(quorum.members(policy) - away, quorum.held - away, quorum.lost, view, away)
+    def of(cls, quorum: Quorum, opened: Open, view: View | None, away: frozenset[int]) -> StoreQuorum:
+        """Return the ranks that count in a store that was opened so."""
+        required = quorum.members(opened.on_worker_lost) - away
+        enough = frozenset[int]() if opened.quorum else required
+        return cls(required, enough, quorum.held - away, quorum.lost, view, away)
 
 
 class RequestContext:
@@ -116,8 +121,8 @@ class RequestContext:
         view, away = self.member.view, store.joins.away
         known = self._quorums.get(store.name)
         if known is None or view is None or known.view is not view or known.away is not away:
-            policy = store.opened.on_worker_lost
-            known = self._quorums[store.name] = StoreQuorum.of(self.member.quorum(), policy, view, away)
+            known = StoreQuorum.of(self.member.quorum(), store.opened, view, away)
+            self._quorums[store.name] = known
         return known
 
     def members(self, store: ServerStore) -> frozenset[int]:
@@ -143,7 +148,8 @@ class RequestContext:
             live = self.quorum(store).live
             for chunk in self.chunks.of_store(store.name):
                 for span in chunk.spans:
-                    span.replace(rank, live)
+                    if isinstance(span, FreeSpan):
+                        span.replace(rank, live)
 
     def check_place(self, envelope: Envelope) -> None:
         """Check that ``envelope`` names a place in this job.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter
 
 import torch
@@ -60,31 +60,51 @@ class Ingest:
 
     # --- whole keys -------------------------------------------------------------------------
 
-    def push(self, session: Session, seq: int, message: p.Push, packet: Packet, now: float) -> None:
+    def push(self, session: Session, seq: int, message: p.Push, packet: Packet) -> None:
         """Take in gradients for runs of a chunk."""
         rule = self._book.rule(message.chunk)
-        chunk, store = rule.chunk, rule.store
-        if message.held:
-            check_held(message.held, message.runs)
-        if message.code is None:
+        chunk, store, runs, form = rule.chunk, rule.store, message.runs, None
+        if len(runs) == len(message.ranks) == 1:  # forms of many ranks would take much memory
+            odd = len(message.since), message.code, message.back, message.held
+            form = (*runs[0][:2], message.dtype, message.ranks, message.weight, *odd)
+        if form in rule.known:
             gradient = DenseGradient.of(packet.payload, message.dtype, is_lent=bool(packet.loans))
         else:
-            gradient = self._decoded(rule, message, packet)
+            gradient = self._checked(rule, message, packet)
+            is_plain = message.code is message.back is None and not message.held
+            if form is not None and is_plain and len(rule.known) < FORMS_MAX:
+                rule.known.add(form)
         judged = self.judge(rule, message, gradient)
-        if not self.apply(judged, packet.payload, now):
+        if not self.apply(judged, packet.payload):
             return  # not taken in: the worker will probe, and send it again
-        self._meter.on_values(chunk.number, message.runs, BY_NAME[chunk.dtype].itemsize)
+        self._meter.on_values(chunk.number, runs, BY_NAME[chunk.dtype].itemsize)
         if message.pull:
             asks: list[p.Ask] = []
-            for start, size, number in message.runs:
+            for start, size, number in runs:
                 asks.append(_ask((start, size, number + 1, 0)))
             reading = PendingRead(session, seq, store.name, chunk.number, True, tuple(asks), message.held)
             if self._answers.read(reading, store, chunk) or gradient.is_lent:
                 return  # no window waits for the receipt of what is lent; its values will do
         version = min(
-            [span.version for run in message.runs for span in chunk.spans_in(run.start, run.start + run.size)]
+            [span.version for run in runs for span in chunk.spans_in(run.start, run.start + run.size)]
         )
         self._acknowledge(session, seq, version)
+
+    def _checked(self, rule: Rule, message: p.Push, packet: Packet) -> DenseGradient:
+        """Check what a push is, whatever was pushed before; return its values.
+
+        Raises:
+            KvpsError: if it is refused.
+        """
+        check_held(message.held, message.runs)
+        if message.code is None:
+            gradient = DenseGradient.of(packet.payload, message.dtype, is_lent=bool(packet.loans))
+        else:
+            gradient = self._decoded(rule, message, packet)
+        rule.check(message)
+        if message.back is not None and rule.chunk.back is None:
+            rule.is_new = True  # it is prepared for updates that are published
+        return gradient
 
     def _decoded(self, rule: Rule, message: p.Push, packet: Packet) -> DenseGradient:
         """Return the values of a compressed push.
@@ -133,7 +153,7 @@ class Ingest:
     # --- rows -------------------------------------------------------------------------------
 
     def push_rows(
-        self, session: Session, seq: int, message: p.PushRows | p.PushTables, packet: Packet, now: float
+        self, session: Session, seq: int, message: p.PushRows | p.PushTables, packet: Packet
     ) -> None:
         """Take in gradients for rows of a key or of tables."""
         target: KeyRows | TableRows
@@ -159,14 +179,15 @@ class Ingest:
         self._judge(judged, ranges, None)
         if isinstance(target, TableRows) and judged.ranges:
             store.budget.demand_growth(judged.ranges[0].rule.chunk.keys[0])
-        if self.apply(judged, packet.payload, now):
+        if self.apply(judged, packet.payload):
+            self._book.move_tables()
             self._meter.on_rows(target.pieces[0], packet.payload)
             self._acknowledge(session, seq, min([span.version for span in target.spans(self._chunks)]))
 
     # --- judging ----------------------------------------------------------------------------
 
     def judge(self, rule: Rule, message: p.Push, gradient: DenseGradient) -> JudgedPush:
-        """Decide about a push; nothing is changed.
+        """Decide about a push that was checked; nothing is changed.
 
         Args:
             rule: that of its chunk.
@@ -176,21 +197,12 @@ class Ingest:
         Raises:
             ProtocolError, Mismatch, ConfigError, KeyNotFound: if it is refused.
         """
-        store, runs, since, counts_late = rule.store, message.runs, message.since, rule.store.counts_late
-        is_small = len(runs) == len(message.ranks) == 1  # forms of many ranks would take much memory
-        form = (*runs[0][:2], message.dtype, message.ranks, message.weight, len(since)) if is_small else None
-        if form is None or form not in rule.known:
-            rule.check(message)
-            if form is not None and len(rule.known) < FORMS_MAX:
-                rule.known.add(form)
-        ranges: list[PushedRange] = []
-        begin = 0
-        for start, size, number in runs:
+        runs, ranges, begin = message.runs, [], 0
+        for (start, size, number), before in zip(runs, chain(message.since, repeat(None)), strict=False):
             part = gradient if len(runs) == 1 else gradient.part(begin, begin + size)
-            before = since[len(ranges)] if counts_late else None
             ranges.append(PushedRange(rule, start, start + size, number, part, before))
             begin += size
-        judged = JudgedPush(store, message.ranks, message.weight, message.back)
+        judged = JudgedPush(rule.store, message.ranks, message.weight, message.back)
         self._judge(judged, ranges, message.step)
         return judged
 
@@ -205,7 +217,7 @@ class Ingest:
             begin = len(verdicts)
             spans = item.rule.chunk.spans
             for span in spans if len(spans) == 1 else item.rule.chunk.spans_in(item.start, item.stop):
-                verdict = span.judge(ranks, item.number, store.ordered, item.since)
+                verdict = span.judge(ranks, item.number, item.since)
                 verdicts.append(verdict)
                 if verdict is Verdict.COUNTED:
                     taken.append(span)
@@ -222,12 +234,12 @@ class Ingest:
         for rule in dict.fromkeys(map(_RULE, counted)):
             if rule.is_new:
                 rule.check_counted(judged, step)
-        if judged.back is not None:
-            store.budget.demand_residuals(store.name)
+                if judged.back is not None:
+                    store.budget.demand_residuals(store.name)
 
     # --- applying ---------------------------------------------------------------------------
 
-    def apply(self, judged: JudgedPush, payload: Sequence[memoryview], now: float) -> bool:
+    def apply(self, judged: JudgedPush, payload: Sequence[memoryview]) -> bool:
         """Take in the parts that were judged COUNTED, close rounds that they complete, and wake reads.
 
         Nothing here refuses a push: whatever is raised was not foreseen, and leaves values torn.
@@ -238,11 +250,11 @@ class Ingest:
         if judged.verdict is not Verdict.COUNTED:
             self._meter.on_push(judged.verdict.value, judged.ranks, payload)
             return judged.verdict is Verdict.DUPLICATE
-        quorum = self._context.quorum(judged.store)
+        quorum, take = self._context.quorum(judged.store), self._count if judged.store.ordered else self._move
         for item in judged.ranges:
-            if judged.back is not None:
-                self._publish(item)
             if item.rule.is_new:
+                if judged.back is not None:
+                    self._publish(item)
                 item.rule.prepare()
         self._book.is_torn = True
         for item in judged.ranges:
@@ -250,8 +262,7 @@ class Ingest:
             spans = item.rule.cut(item.start, item.stop)
             for span in spans:
                 part = item if len(spans) == 1 else item.part(span)
-                self._take(judged, part, span, quorum, now)
-        self._book.move_tables()
+                take(judged, part, span, quorum)
         self._book.is_torn = False
         if judged.store.drops is not None:
             self._book.report()
@@ -266,27 +277,26 @@ class Ingest:
             self._book.recompose()
         item.rule = self._book.rule(chunk.number)
 
-    def _take(
-        self, judged: JudgedPush, pushed: PushedRange, span: Span, quorum: StoreQuorum, now: float
-    ) -> None:
-        """Take in the part of a push that is for one span."""
-        rule, store, ranks, number = pushed.rule, judged.store, judged.ranks, pushed.number
-        span.take(ranks, number)  # not before its turn: a read that is woken would take the push for applied
-        if not store.ordered:
-            age = self._meter.stale(ranks, rule.chunk.number, span.start, span.version)
-            total = GradientSum.of((pushed.gradient,))
-            rule.apply(span, PendingUpdate(number, ranks, total, (ranks,), back=judged.back, age=age))
-            self._meter.moved(store.name, span.version)
-            return
-        at = number if pushed.since is None else span.place(ranks, number)
-        round_ = span.round(at, now)
-        if at != number:
-            round_.moved.update(ranks)
+    def _move(self, judged: JudgedPush, pushed: PushedRange, span: Span, quorum: StoreQuorum) -> None:
+        """Apply a push by itself."""
+        rule, store, ranks = pushed.rule, judged.store, judged.ranks
+        span.note(
+            ranks, pushed.number
+        )  # or a read that is woken would take a push before its turn for applied
+        age = self._meter.stale(ranks, rule.chunk.number, span.start, span.version)
+        total = GradientSum.of((pushed.gradient,))
+        rule.apply(span, PendingUpdate(pushed.number, ranks, total, (ranks,), {judged.back}, age=age))
+        self._meter.moved(store.name, span.version)
+
+    def _count(self, judged: JudgedPush, pushed: PushedRange, span: Span, quorum: StoreQuorum) -> None:
+        """Count a push in its round, and close the round if it is complete."""
+        rule, ranks, now = pushed.rule, judged.ranks, self._meter.now
+        round_ = span.take(ranks, pushed.number, now)
         judged.late_s.append(now - round_.opened_at)
         round_.step = judged.step
         round_.backs.add(judged.back)
         round_.add(ranks, pushed.gradient, keep=rule.keeps_all, weight=judged.weight)
-        if quorum.required <= round_.ranks or store.opened.quorum:
+        if quorum.enough <= round_.ranks:
             self.close(rule, span, quorum, now)
 
     # --- closing ----------------------------------------------------------------------------
@@ -297,7 +307,7 @@ class Ingest:
         while required and span.rounds:
             oldest = span.rounds[0]
             if not required <= oldest.ranks:
-                closes_at = span.closes_at(opened.quorum, opened.grace_s, now) if opened.quorum else None
+                closes_at = span.closes_at(opened.quorum, opened.grace_s, now)
                 if closes_at is None:
                     return
                 if closes_at > now:

@@ -402,11 +402,11 @@ class Server(Core):
             session.asked_at = now
         match message:
             case p.Push():
-                ingest.push(session, seq, message, packet, now)
+                ingest.push(session, seq, message, packet)
             case p.Pull():
                 answers.pull(session, seq, message)
             case p.PushRows() | p.PushTables():
-                ingest.push_rows(session, seq, message, packet, now)
+                ingest.push_rows(session, seq, message, packet)
             case p.PullRows() | p.PullChanged() | p.PullTables():
                 answers.pull_rows(session, seq, message, packet.payload)
             case p.Load():

@@ -21,6 +21,7 @@ from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.optim.torch_rules import Updater, create
 from kvps.core.placement import EMBEDDING, home, parts
 from kvps.core.refusals import RefusedCalls
+from kvps.core.server.chunks.rounds import FreeSpan, LateSpan, Span
 from kvps.core.server.chunks.slab import Chunk, Chunks, Slab
 from kvps.core.server.memory_budget import MemoryBudget, MemoryTerms
 from kvps.core.server.options import AGREED, check_options
@@ -89,6 +90,7 @@ class ServerStore:
         """Whether push numbers are round numbers."""
         self.counts_late = self.ordered and opened.late == "next"
         """Whether a push whose round closed without it counts in a later round."""
+        chunks.kinds[self.name] = LateSpan if self.counts_late else Span if self.ordered else FreeSpan
         self.drops: NonFiniteLog | None = None
         """Log of updates dropped as not finite; None if such updates are applied."""
         if opened.on_nonfinite != "apply":

@@ -24,8 +24,11 @@ Invariants, checked by :meth:`Span.check`:
   that recognises duplicates, across resends and across incarnations of the rank.
 
 A round may close at a quorum, without ranks that it would wait for. A push that comes after that
-is *late*. It is dropped, or it counts in the first open round that does not have its rank yet:
-then number and round differ, but the two invariants above are the same.
+is *late*. It is dropped, or, in a :class:`LateSpan`, it counts in the first open round that does not have
+its rank yet: then number and round differ, but the two invariants above are the same.
+
+A store that applies each push by itself has no rounds: its spans are each a :class:`FreeSpan`. Which of the
+three a store has is settled when it is opened.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 
@@ -125,9 +129,8 @@ class Round:
         # fsum() gives the same bits in whatever order the pushes came.
         divisor = math.fsum(self.weights) if average else 1
         total = GradientSum.of(tuple(map(self.parts.__getitem__, order)), divisor)
-        back = next(iter(self.backs)) if len(self.backs) == 1 else None
         whose = tuple([ranks for _, ranks in order])
-        return PendingUpdate(self.number, (), total, whose, back=back, step=self.step)
+        return PendingUpdate(self.number, (), total, whose, self.backs, step=self.step)
 
     def cut(self, at: int) -> Round:
         """Split off the elements from ``at`` on; both halves share this round's memory."""
@@ -149,10 +152,10 @@ class PendingUpdate:
     sum: GradientSum
     whose: tuple[tuple[int, ...], ...] = ()
     """The ranks of each part of the sum, as it was when the round was closed."""
+    backs: Collection[CodecSpec | None] = ()
+    """The codecs in which its pushes want it."""
     flaw: Flaw | None = None
     """Values of this piece that are not finite, if the store checks; None for none."""
-    back: CodecSpec | None = None
-    """The codec in which the update is published; None for none."""
     age: int | None = None
     """By how many versions the values have moved since the rank of a push read them; None if that
     is not known."""
@@ -162,6 +165,11 @@ class PendingUpdate:
     """The factor by which the step is clipped; None while it is not known."""
 
     @property
+    def back(self) -> CodecSpec | None:
+        """The codec in which the update is published; None for none."""
+        return next(iter(self.backs)) if len(self.backs) == 1 else None
+
+    @property
     def rank(self) -> int | None:
         """The rank whose push it is; None for a round."""
         return self.ranks[0] if self.ranks else None
@@ -169,7 +177,7 @@ class PendingUpdate:
 
 @dataclass(slots=True)
 class Span:
-    """Elements ``start`` to ``stop`` of a chunk, with one history."""
+    """Elements ``start`` to ``stop`` of a chunk, with one history; its rounds wait for all ranks."""
 
     start: int
     stop: int
@@ -194,21 +202,12 @@ class Span:
         """Whether it holds gradients that are not applied yet."""
         return bool(self.rounds or self.due)
 
-    def owed(self, rank: int, ordered: bool) -> int:
+    def owed(self, rank: int) -> int:
         """Return the number of the push that ``rank`` owes next; never that of a closed round."""
-        pushed = self.pushed.get(rank, 0)
-        return max(pushed, self.version + len(self.due)) if ordered else pushed
+        return max(self.pushed.get(rank, 0), self.version + len(self.due))
 
-    def applied(self, rank: int) -> int:
-        """Return the number of pushes of ``rank`` that are in the values.
-
-        For stores that apply each push by itself.
-        """
-        waiting = [update.number for update in self.due if rank in update.ranks]
-        return min(waiting, default=self.pushed.get(rank, 0))
-
-    def judge(self, ranks: tuple[int, ...], number: int, ordered: bool, since: int | None = None) -> Verdict:
-        """Decide about push ``number`` of ``ranks``; ``ordered`` where numbers are rounds.
+    def judge(self, ranks: tuple[int, ...], number: int, since: int | None) -> Verdict:
+        """Decide about a push.
 
         So much may wait for other servers, and no more: they remember what they told of the last
         WINDOW updates.
@@ -216,49 +215,28 @@ class Span:
         Args:
             ranks: the ranks that the push speaks for.
             number: its number.
-            ordered: whether numbers are rounds.
             since: where late pushes count, the number after the sender's push before this one.
-                Rounds from there on closed without it, so it owes them no push; but a push below
-                may still be on its way.
         """
-        first = self.version + len(self.due) if ordered else 0
         pushed = [*map(self.pushed.get, ranks, repeat(0))]
-        low, high = min(pushed), max(pushed)
-        if number > max(low, first):
-            return Verdict.EARLY
-        if since is None:
-            low, high = max(low, first), max(high, first)
-        elif any(turn < since <= number for turn in pushed):
-            return Verdict.EARLY
-        if number < low:
-            return Verdict.DUPLICATE
-        if number < high:
-            return Verdict.CONFLICT
-        first = self.version if ordered else min([self.applied(rank) for rank in ranks])
-        if (number if since is None else self.place(ranks, number)) - first >= WINDOW:
-            return Verdict.EARLY
-        return Verdict.COUNTED
-
-    def place(self, ranks: tuple[int, ...], number: int) -> int:
-        """Return the round in which push ``number`` counts where late pushes do: the first without
-        ``ranks``."""
         first = self.version + len(self.due)
-        at = max(number, first)
-        while at - first < len(self.rounds) and not self.rounds[at - first].ranks.isdisjoint(ranks):
-            at += 1
-        return at
+        low, high = max(min(pushed), first), max(max(pushed), first)
+        if number != low or number != high:
+            return _verdict(number, low)
+        return Verdict.EARLY if number - self.version >= WINDOW else Verdict.COUNTED
 
-    def take(self, ranks: tuple[int, ...], number: int) -> None:
+    def note(self, ranks: tuple[int, ...], number: int) -> None:
         """Remember that push ``number`` of ``ranks`` is in."""
         for rank in ranks:
             self.pushed[rank] = number + 1
 
-    def round(self, number: int, now: float) -> Round:
-        """Return the open round ``number``, opening it if it is the next."""
-        first = self.version + len(self.due)
-        if number == first + len(self.rounds):
+    def take(self, ranks: tuple[int, ...], number: int, now: float) -> Round:
+        """Remember that push ``number`` of ``ranks`` is in; return its round, opened if it is the next."""
+        for rank in ranks:
+            self.pushed[rank] = number + 1
+        at = number - self.version - len(self.due)
+        if at == len(self.rounds):
             self.rounds.append(Round(number, now))
-        return self.rounds[number - first]
+        return self.rounds[at]
 
     def closes_at(self, quorum: int, grace_s: float, now: float) -> float | None:
         """Return when the oldest open round closes without the ranks that it lacks; None if it does not.
@@ -281,50 +259,19 @@ class Span:
         """Return the ranks that the next round waits for."""
         return tuple(sorted(required - self.rounds[0].ranks if self.rounds else required))
 
-    def ahead(self, rank: int, live: frozenset[int]) -> int:
-        """Return by how many pushes ``rank`` is ahead of the slowest live rank that has pushed."""
-        clocks = [self._clock(other) for other in live if self.pushed.get(other)]
-        # A head start keeps the others from waiting for what a replacement has still to push
-        # again; it does not make the replacement wait for them.
-        return self.pushed.get(rank, 0) - self.clock_from.get(rank, 0) - min(clocks) if clocks else 0
-
-    def slowest(self, live: frozenset[int]) -> int:
-        """Return the live rank with the fewest pushes, of those that have pushed."""
-        return min((other for other in sorted(live) if self.pushed.get(other)), key=self._clock)
-
-    def replace(self, rank: int, live: frozenset[int]) -> None:
-        """Let the clock of ``rank``, which a new process holds, start at the slowest live rank's."""
-        others = [self._clock(other) for other in live - {rank} if self.pushed.get(other)]
-        if others and self.pushed.get(rank):
-            own = self.pushed[rank] - self.clock_from.get(rank, 0)
-            self.head_start[rank] = max(0, min(others) - own)
-
-    def level(self) -> None:
-        """Let the clocks of all ranks start anew, at 0: a rank that ran out of data early owes
-        nobody a push."""
-        self.clock_from = dict(self.pushed)
-        self.head_start.clear()
-
-    def _clock(self, rank: int) -> int:
-        start = self.clock_from.get(rank, 0)
-        return self.applied(rank) - start + self.head_start.get(rank, 0)
-
     def cut(self, at: int) -> Span:
         """Split off the elements from ``at`` on (an index into the chunk)."""
         assert self.start < at < self.stop, (self.start, at, self.stop)
         length = at - self.start
         due = [(update, update.sum.cut(length)) for update in self.due]
-        right = Span(
-            at,
-            self.stop,
-            self.version,
-            self.step,
-            dict(self.pushed),
-            dict(self.head_start),
-            dict(self.clock_from),
-            deque(round_.cut(length) for round_ in self.rounds),
-            deque(replace(update, sum=halves[1]) for update, halves in due),
-            self.closed_at,
+        right = replace(
+            self,
+            start=at,
+            pushed=dict(self.pushed),
+            head_start=dict(self.head_start),
+            clock_from=dict(self.clock_from),
+            rounds=deque([round_.cut(length) for round_ in self.rounds]),
+            due=deque([replace(update, sum=halves[1]) for update, halves in due]),
         )
         for update, halves in due:
             update.sum = halves[0]
@@ -364,3 +311,96 @@ class Span:
             for rank in round_.ranks - round_.moved:
                 assert self.pushed[rank] > round_.number, (rank, round_.number, self.pushed)
             assert all(self.pushed[rank] for rank in round_.moved)
+
+
+def _verdict(number: int, low: int) -> Verdict:
+    """Return the verdict on a push that does not count, where its ranks owe ``low`` or later ones."""
+    if number > low:
+        return Verdict.EARLY
+    return Verdict.DUPLICATE if number < low else Verdict.CONFLICT
+
+
+@dataclass(slots=True)
+class LateSpan(Span):
+    """Elements of a store in which a push counts whose round closed without it."""
+
+    def judge(self, ranks: tuple[int, ...], number: int, since: int | None) -> Verdict:
+        """Decide about a push.
+
+        Rounds from ``since`` on closed without the sender, so it owes them no push; but a push below may
+        still be on its way.
+        """
+        assert since is not None, "checked with the push"
+        pushed = [*map(self.pushed.get, ranks, repeat(0))]
+        low, high = min(pushed), max(pushed)
+        if number > max(low, self.version + len(self.due)) or any(turn < since <= number for turn in pushed):
+            return Verdict.EARLY
+        if number < high:
+            return Verdict.DUPLICATE if number < low else Verdict.CONFLICT
+        return Verdict.EARLY if self._place(ranks, number) - self.version >= WINDOW else Verdict.COUNTED
+
+    def _place(self, ranks: tuple[int, ...], number: int) -> int:
+        """Return the round in which a push counts: the first without ``ranks``."""
+        first = self.version + len(self.due)
+        at = max(number, first)
+        while at - first < len(self.rounds) and not self.rounds[at - first].ranks.isdisjoint(ranks):
+            at += 1
+        return at
+
+    def take(self, ranks: tuple[int, ...], number: int, now: float) -> Round:
+        """Remember that push ``number`` of ``ranks`` is in; return the round in which it counts."""
+        round_ = Span.take(self, ranks, self._place(ranks, number), now)
+        if round_.number != number:
+            round_.moved.update(ranks)
+            self.note(ranks, number)
+        return round_
+
+
+@dataclass(slots=True)
+class FreeSpan(Span):
+    """Elements of a store that applies each push by itself."""
+
+    def owed(self, rank: int) -> int:
+        """Return the number of the push that ``rank`` owes next."""
+        return self.pushed.get(rank, 0)
+
+    def applied(self, rank: int) -> int:
+        """Return the number of pushes of ``rank`` that are in the values."""
+        waiting = [update.number for update in self.due if rank in update.ranks]
+        return min(waiting, default=self.pushed.get(rank, 0))
+
+    def judge(self, ranks: tuple[int, ...], number: int, since: int | None) -> Verdict:
+        """Decide about a push; see :meth:`Span.judge`."""
+        pushed = [*map(self.pushed.get, ranks, repeat(0))]
+        if number != min(pushed) or number != max(pushed):
+            return _verdict(number, min(pushed))
+        is_early = number - min(map(self.applied, ranks)) >= WINDOW
+        return Verdict.EARLY if is_early else Verdict.COUNTED
+
+    def ahead(self, rank: int, live: frozenset[int]) -> int:
+        """Return by how many pushes ``rank`` is ahead of the slowest live rank that has pushed."""
+        clocks = [self._clock(other) for other in live if self.pushed.get(other)]
+        # A head start keeps the others from waiting for what a replacement has still to push
+        # again; it does not make the replacement wait for them.
+        return self.pushed.get(rank, 0) - self.clock_from.get(rank, 0) - min(clocks) if clocks else 0
+
+    def slowest(self, live: frozenset[int]) -> int:
+        """Return the live rank with the fewest pushes, of those that have pushed."""
+        return min((other for other in sorted(live) if self.pushed.get(other)), key=self._clock)
+
+    def replace(self, rank: int, live: frozenset[int]) -> None:
+        """Let the clock of ``rank``, which a new process holds, start at the slowest live rank's."""
+        others = [self._clock(other) for other in live - {rank} if self.pushed.get(other)]
+        if others and self.pushed.get(rank):
+            own = self.pushed[rank] - self.clock_from.get(rank, 0)
+            self.head_start[rank] = max(0, min(others) - own)
+
+    def level(self) -> None:
+        """Let the clocks of all ranks start anew, at 0: a rank that ran out of data early owes
+        nobody a push."""
+        self.clock_from = dict(self.pushed)
+        self.head_start.clear()
+
+    def _clock(self, rank: int) -> int:
+        start = self.clock_from.get(rank, 0)
+        return self.applied(rank) - start + self.head_start.get(rank, 0)

@@ -85,6 +85,8 @@ class Buffer:
 class Chunk:
     """Some MiB of weights, their optimizer state, and the history of each part."""
 
+    kind: type[Span] = Span
+
     def __init__(self, number: int, store: str, dtype: str, capacity: int, memory: Memory = PRIVATE) -> None:
         self.number = number
         self.store = store
@@ -137,7 +139,7 @@ class Chunk:
         piece = Piece(self.number, self.used, count)
         self.keys.append(key)
         self.bounds.append(piece.start + count)
-        self.spans.append(Span(piece.start, self.used))
+        self.spans.append(self.kind(piece.start, self.used))
         self._starts.append(piece.start)
         self._blank.add(piece.start)
         if len(self.spans) > 1 and self.spans[-2].may_join(self.spans[-1]):
@@ -396,6 +398,8 @@ class Chunks:
         self.named: dict[tuple[int, ...], tuple[AlikeTables, ...]] = {}
         """Chunks of tables that requests have named together -> the tables, in runs of those that are alike;
         empty after a table was replaced."""
+        self.kinds: dict[str, type[Span]] = {}
+        """Store -> the kind of its spans."""
         self._made = 0
 
     def new(self, store: str, dtype: str, capacity: int) -> Chunk:
@@ -403,6 +407,7 @@ class Chunks:
         self._made += 1
         number = self._made * self.servers + self.server
         chunk = Chunk(number, store, dtype, capacity, self.memory)
+        chunk.kind = self.kinds.get(store, Span)
         self.by_number[chunk.number] = chunk
         return chunk
 

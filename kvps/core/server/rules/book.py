@@ -68,7 +68,9 @@ class RuleBook:
     def move_tables(self) -> None:
         """Move the embedding tables whose updates wait for those of other tables."""
         if self._shop.tables:
+            self.is_torn = True
             move_tables(self._shop)
+            self.is_torn = False
 
     def _say(self, server: int, message: Message) -> None:
         """Tell another server; before the first view, which names the servers, it is told later."""

@@ -18,6 +18,7 @@ import abc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -39,9 +40,9 @@ from kvps.protocol.envelope import Message
 from kvps.protocol.values import Push, StepPart
 from kvps.tensors import TORCH
 
-Form = tuple[int, int, int, tuple[int, ...], float, int]
-"""The start, size and element type of a push, whom it speaks for, its weight, and how many numbers of
-earlier pushes it names."""
+Form = tuple[object, ...]
+"""The start, size and element type of a push of one run, its rank, its weight, how many numbers of
+earlier pushes it names, its codecs, and the versions that its sender holds."""
 FORMS_MAX = 4096
 """Forms of pushes that are known of a chunk."""
 BLOCK_COUNT = 256 << 10
@@ -102,8 +103,9 @@ class Rule(abc.ABC):
         self.keeps_all = self.keeps_all or store.opened.deterministic
         self.cut: Callable[[int, int], list[Span]] = chunk.cut
         """Returns spans that tile a range of the chunk."""
-        self.known: set[Form] = set()
-        """The forms of pushes of one run and one rank that :meth:`check` has let pass: they pass again."""
+        self.known: set[Form | None] = set()
+        """The forms of uncompressed pushes of one run and one rank that :meth:`check` has let pass: they pass
+        again."""
 
     # --- judging: nothing is changed ----------------------------------------------------------
 
@@ -223,6 +225,8 @@ class Optimize(Rule):
         """Update by this optimizer from now on."""
         self.updater = updater
         self._apply = updater.applier(TORCH[self.chunk.dtype], self.chunk.summed_in)
+        self._total = _BLOCK if updater.spends_gradients else _READ
+        self._segments = segments if updater.hyper.lr_mult or updater.hyper.wd_mult else _whole
 
     def check_counted(self, judged: JudgedPush, step: StepPart | None) -> None:
         """Check that the optimizer can update values of this type."""
@@ -245,8 +249,8 @@ class Optimize(Rule):
         state = self.store.state_of(chunk) if chunk.state is None else chunk.own_state()
         assert state is not None
         scratch = self.shop.block(chunk.summed_in)
-        total = due.sum.block if self.updater.spends_gradients else due.sum.read
-        for first, last, rates in segments(self.updater, chunk, span):
+        total = self._total(due.sum)
+        for first, last, rates in self._segments(self.updater, chunk, span):
             terms = Terms(span.step, *rates, norms, due.ranks[0] if due.ranks else None, due.age)
             for start in range(first, last, count):
                 stop = min(start + count, last)
@@ -265,15 +269,18 @@ class Optimize(Rule):
 
 def segments(updater: Updater, chunk: Chunk, span: Span) -> Iterable[tuple[int, int, tuple[float, float]]]:
     """Return (start, stop, (lr, weight decay)) of the parts of ``span`` that have them equal."""
-    hyper = updater.hyper
-    if not hyper.lr_mult and not hyper.wd_mult:
-        return [(span.start, span.stop, updater.rates)]
-    found = []
     pieces = chunk.pieces(span.start, span.stop)
-    for rates, group in groupby(pieces, lambda piece: hyper.for_key(piece[0])):
+    for rates, group in groupby(pieces, lambda piece: updater.hyper.for_key(piece[0])):
         alike = list(group)
-        found.append((alike[0][1], alike[-1][2], rates))
-    return found
+        yield alike[0][1], alike[-1][2], rates
+
+
+def _whole(updater: Updater, chunk: Chunk, span: Span) -> Iterable[tuple[int, int, tuple[float, float]]]:
+    """Return the same where no key has a rate of its own."""
+    return [(span.start, span.stop, updater.rates)]
+
+
+_BLOCK, _READ = attrgetter("block"), attrgetter("read")
 
 
 # --- gates ---------------------------------------------------------------------------------

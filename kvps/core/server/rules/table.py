@@ -288,7 +288,7 @@ class TableRows:
         return self.ids(payload)
 
     def read(
-        self, memory: Memory, seq: int, rank: int, ids: torch.Tensor, *, is_ordered: bool
+        self, memory: Memory, seq: int, rank: int, ids: torch.Tensor
     ) -> tuple[PulledTables, tuple[torch.Tensor, ...]]:
         """Return the answer to a pull of ``ids`` by ``rank``, and its frames, in memory that others read."""
         numbers, edges = ids.numpy(), self.edges
@@ -311,7 +311,7 @@ class TableRows:
                 frames.append(values)
             first = stop
         spans = [chunk.spans[0] for chunk in self.chunks]
-        stands = [_stand((span.version, span.owed(rank, is_ordered))) for span in spans]
+        stands = [_stand((span.version, span.owed(rank))) for span in spans]
         return PulledTables(seq, tuple(groups), tuple(counts), tuple(stands)), tuple(frames)
 
     def cut(self, gradients: list[RowGradient]) -> Iterator[tuple[Piece, RowGradient]]:

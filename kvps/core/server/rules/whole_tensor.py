@@ -25,7 +25,7 @@ from kvps.core.gradients import DenseGradient, OwnSum
 from kvps.core.nonfinite import Flaw, count_nonfinite
 from kvps.core.optim.base import Terms, Updater
 from kvps.core.row_gradients import RowGradient
-from kvps.core.server.chunks.rounds import PendingUpdate, Span
+from kvps.core.server.chunks.rounds import FreeSpan, PendingUpdate, Span
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.rules.rule import Gate, Rule, Workshop, segments
 from kvps.core.server.store import ServerStore, Shard
@@ -288,7 +288,7 @@ class GlobalNorms:
         if store.ordered is not (rank is None):
             raise ProtocolError(f"store {store.name!r} is {store.opened.mode}, update {number}")
         span = self._chunks.span_at(shard.pieces[0])
-        return span.version if rank is None else span.applied(rank)
+        return span.applied(rank) if isinstance(span, FreeSpan) and rank is not None else span.version
 
     # --- both -------------------------------------------------------------------------------
 

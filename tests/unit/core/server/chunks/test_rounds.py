@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvps.core.gradients import DenseGradient, GradientSum
-from kvps.core.server.chunks.rounds import LENT_MAX, PendingUpdate, Round, Span, Verdict
+from kvps.core.server.chunks.rounds import LENT_MAX, FreeSpan, PendingUpdate, Round, Span, Verdict
 from kvps.protocol.envelope import WINDOW
 
 ALL = frozenset({0, 1, 2})
@@ -20,8 +20,8 @@ def ones(count: int = 10) -> torch.Tensor:
 
 
 def push(one: Span, rank: int, number: int, gradient: torch.Tensor | None = None) -> None:
-    one.take((rank,), number)
-    one.round(number, 0.0).add((rank,), DenseGradient([ones() if gradient is None else gradient]), keep=False)
+    pushed = DenseGradient([ones() if gradient is None else gradient])
+    one.take((rank,), number, 0.0).add((rank,), pushed, keep=False)
     one.check()
 
 
@@ -31,13 +31,13 @@ def push(one: Span, rank: int, number: int, gradient: torch.Tensor | None = None
 def test_at_most_64_rounds_are_open() -> None:
     one = span()
     for number in range(WINDOW):
-        assert one.judge((0,), number, ordered=True) is Verdict.COUNTED
+        assert one.judge((0,), number, None) is Verdict.COUNTED
         push(one, 0, number)
-    assert one.judge((0,), WINDOW, ordered=True) is Verdict.EARLY
+    assert one.judge((0,), WINDOW, None) is Verdict.EARLY
     one.version += 1
     one.rounds.popleft()
-    assert one.judge((0,), WINDOW, ordered=True) is Verdict.COUNTED
-    assert span(r0=500).judge((0,), 500, ordered=False) is Verdict.COUNTED
+    assert one.judge((0,), WINDOW, None) is Verdict.COUNTED
+    assert FreeSpan(0, 10, pushed={0: 500}).judge((0,), 500, None) is Verdict.COUNTED
 
 
 # --- rounds -----------------------------------------------------------------------------------------
@@ -123,9 +123,8 @@ def test_lent_gradients_are_never_written_to(order: str, dtype: torch.dtype) -> 
 def test_halves_of_what_is_lent_move_apart() -> None:
     left, lent = span(), [torch.arange(10.0), torch.arange(10.0)]
     for rank, gradient in enumerate(lent):
-        left.take((rank,), 0)
         pieces = DenseGradient(gradient.split([3, 4, 3]), is_lent=True)
-        left.round(0, 0.0).add((rank,), pieces, keep=False)
+        left.take((rank,), 0, 0.0).add((rank,), pieces, keep=False)
     right = left.cut(5)
     for half in (left, right):
         half.check()
@@ -139,11 +138,12 @@ def test_halves_of_what_is_lent_move_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "rank"),
-    [(span(r0=7, r1=9), 1), (span(r0=7), 1), (span(r1=3), 1)],
+    ("pushed", "rank"),
+    [({0: 7, 1: 9}, 1), ({0: 7}, 1), ({1: 3}, 1)],
     ids=["it leads", "it never pushed", "nobody else did"],
 )
-def test_a_replaced_rank_is_never_set_back(one: Span, rank: int) -> None:
+def test_a_replaced_rank_is_never_set_back(pushed: dict[int, int], rank: int) -> None:
+    one = FreeSpan(0, 10, pushed=pushed)
     one.replace(rank, ALL)
     assert not one.head_start.get(rank)
 
@@ -155,10 +155,8 @@ def test_both_halves_have_the_history() -> None:
     left = span(r0=1)
     left.head_start[1], left.clock_from[0] = 4, 1
     left.due.append(PendingUpdate(0, (), GradientSum((DenseGradient([torch.arange(10.0)]),))))
-    left.round(1, 5.0).add((0,), DenseGradient([torch.arange(10.0)]), keep=False)
-    left.take((0,), 1)
-    left.round(2, 6.0).add((0,), DenseGradient([torch.arange(10.0)]), keep=True)
-    left.take((0,), 2)
+    left.take((0,), 1, 5.0).add((0,), DenseGradient([torch.arange(10.0)]), keep=False)
+    left.take((0,), 2, 6.0).add((0,), DenseGradient([torch.arange(10.0)]), keep=True)
     right = left.cut(4)
     for half in (left, right):
         half.check()
