@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import repeat
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ LISTS_MAX = 256
 BLOCK = 1024
 """Values that are checked together: each check reads every tensor, and so many stay in the
 processor's cache."""
-_shape = attrgetter("shape")
+_is_excluded, _AUTOGRAD = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.AutogradOther
 
 
 class KeyList:
@@ -73,16 +72,8 @@ class KeyList:
         for form in self._forms:
             part = values[form.begin : form.begin + BLOCK]
             guard = form.guards[as_sinks + 2 * on_devices]
-            if not (
-                # Numbers, where they will do: a hundred thousand shapes are work for the collector.
-                list(map(torch.Tensor.numel, part)) == form.counts
-                and all(map(torch.Tensor.is_contiguous, part))
-                and list(map(_shape, map(part.__getitem__, form.deep))) == form.deep_shapes
-                # Within an operator, the guard takes them for others.
-                and not (as_sinks and any(map(torch.Tensor.is_inference, part)))
-                if guard is not None and guard.check(*part)
-                else form.is_passed(part, as_sinks, on_devices)
-            ):
+            is_known = guard is not None and guard.check(*part)
+            if not is_known and not form.is_passed(part, as_sinks, on_devices):
                 return None
         return values
 
@@ -90,14 +81,10 @@ class KeyList:
 class _Form:
     """The requirements of some neighbouring values of a list, those from ``begin`` on, of these ``specs``."""
 
-    __slots__ = ("begin", "counts", "deep", "deep_shapes", "guards", "specs")
+    __slots__ = ("begin", "guards", "specs")
 
     def __init__(self, begin: int, specs: list[Spec]) -> None:
         self.begin, self.specs = begin, specs
-        self.counts = [spec.count for spec in specs]
-        self.deep = [index for index, spec in enumerate(specs) if len(spec.shape) > 1]
-        """The values with more than one dimension: the shape of the others follows from their size."""
-        self.deep_shapes = [specs[index].shape for index in self.deep]
         self.guards: list[Any] = [None] * 4
         """Those of the values and of the sinks that :meth:`is_passed` has passed last, then of these on
         devices; None for none."""
@@ -108,7 +95,8 @@ class _Form:
             is_passed = all(map(_fits, part, self.specs, repeat(as_sinks), repeat(on_devices)))
         except RuntimeError:  # a nested tensor knows nothing of that
             return False
-        if is_passed and not torch.is_inference_mode_enabled():  # there, all tensors look alike
+        # Below autograd, as in an operator or inference mode, tensors look alike that are not.
+        if is_passed and not _is_excluded(_AUTOGRAD):
             self.guards[as_sinks + 2 * on_devices] = _guard_of(part)
         return is_passed
 
@@ -126,13 +114,13 @@ def _fits(tensor: torch.Tensor, spec: Spec, as_sink: bool, on_device: bool) -> b
 def _guard_of(part: tuple[torch.Tensor, ...]) -> Any:
     """Return torch's guard of tensors like ``part``, in one pass over them; None if this torch has none.
 
-    Its ``check(*tensors)`` compares Python types, element types, devices, layouts and numbers of dimensions,
-    and whether a tensor is of inference mode or shows its memory negated. It keeps no tensor.
+    Its ``check(*tensors)`` compares Python types, element types, devices, layouts, sizes and strides, and
+    whether a tensor is of inference mode or shows its memory negated. It keeps no tensor.
     """
-    any_size = [[None] * tensor.dim() for tensor in part]
+    sizes, strides = [list(tensor.shape) for tensor in part], [list(tensor.stride()) for tensor in part]
     try:
         make = torch._C._dynamo.guards.TensorGuards
-        return make(*part, dynamic_dims_sizes=any_size, dynamic_dims_strides=any_size)  # type: ignore[arg-type]
+        return make(*part, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
     except (AttributeError, TypeError):
         return None
 
