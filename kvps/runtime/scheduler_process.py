@@ -24,7 +24,7 @@ from kvps.checkpoint import atomic_file
 from kvps.core.effects import Exit, Finish
 from kvps.core.limits import Limits
 from kvps.core.liveness import SILENCE_MAX_S
-from kvps.core.scheduler.job import CONCLUDED
+from kvps.core.scheduler.job import CONCLUDED, Suspect
 from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler
 from kvps.core.scheduler.seat import DROP_GRACE_S, GOES_ON, REBUILDS, REPLACE_MAX_S, SEATS, Settings
 from kvps.errors import ConfigError, KvpsError, StorageError
@@ -37,6 +37,7 @@ from kvps.observe.place import Place
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
 from kvps.runtime.member_process import on_stop, report, serving_if_asked
+from kvps.runtime.suspicion import look_into
 
 log = logging.getLogger("kvps")
 STATE_FILE = "scheduler.state"
@@ -183,6 +184,7 @@ def run_scheduler(
     tell: Tell = lambda event, value: None,
     is_launched: bool = False,
     limits: Limits | None = None,
+    replicas: int = 0,
 ) -> int:
     """Run a scheduler until its job is over; return its exit code.
 
@@ -207,6 +209,7 @@ def run_scheduler(
             the reason for the end of the job.
         is_launched: ``tell`` reaches kvps-launch: seats are told, and the reason for the end is not logged.
         limits: the named limits; None for those of KVPS_LIMITS.
+        replicas: how many standbys each server has, 0 or 1.
 
     Raises:
         ConfigError: if that cannot be, the port or ``state`` is another's, or there are too few file
@@ -214,7 +217,7 @@ def run_scheduler(
         StorageError: if ``state`` cannot be read.
     """
     config.demand_loopback(bind, insecure or keys is not None)
-    need = descriptors.of_scheduler(workers, servers) + descriptors.SPARE
+    need = descriptors.of_scheduler(workers, servers * (1 + max(replicas, 0))) + descriptors.SPARE
     descriptors.demand(f"the scheduler of {workers} workers and {servers} servers", need)
     descriptors.make_room(2 * need)  # of a connection that broke, its successor may come before its end
     settings = Settings(
@@ -228,6 +231,7 @@ def run_scheduler(
         tells_seats=is_launched,
         has_keys=keys is not None,
         limits=limits or config.limits(),
+        replicas=replicas,
     )
     storage = StateFile(state) if isinstance(state, str) else state
     with nullcontext() if storage is None else closing(storage) as kept:
@@ -242,13 +246,17 @@ class _Listener(Listener):
 
     def __init__(self, kept: StateStorage | None, tell: Tell) -> None:
         self.kept, self.tell = kept, tell
+        self.inbox: Inbox[Scheduler] | None = None
 
     def save(self, state: bytes) -> None:
         if self.kept is not None:
             self.kept.save(state)
 
     def finish(self, effect: Finish) -> None:
-        if effect.ticket in _EVENTS:
+        if isinstance(effect.value, Suspect):
+            assert self.inbox is not None
+            look_into(effect.value, self.inbox)
+        elif effect.ticket in _EVENTS:
             self.tell(_EVENTS[effect.ticket], effect.value)
 
 
@@ -286,6 +294,7 @@ def _run_scheduler(
         transport.close(0.0)
         raise
     inbox: Inbox[Scheduler] = Inbox(transport)
+    listener.inbox = inbox
     again = (
         nullcontext()
         if keys is None or keys_again is None

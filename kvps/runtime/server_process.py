@@ -21,15 +21,16 @@ from kvps.core.server.measured import gauges
 from kvps.core.server.server import Server
 from kvps.errors import ConfigError
 from kvps.net import descriptors
-from kvps.net.driver import Inbox, drive
+from kvps.net.driver import Inbox
 from kvps.net.memory import share_bytes
 from kvps.net.memory_watch import MemoryWatch
-from kvps.net.zap import Keys
+from kvps.net.zap import Keys, new_pair
 from kvps.observe import logs
 from kvps.observe.place import Place
 from kvps.observe.sampler import Sample, Sampler, network_values
 from kvps.protocol.envelope import Role
 from kvps.runtime.member_process import on_stop, own_host, own_identity, report, serving_if_asked
+from kvps.runtime.server_parts import Part, ServerParts
 from kvps.runtime.storage_thread import StorageThread
 from kvps.runtime.transport import open_transport
 
@@ -111,23 +112,37 @@ def run_server(
     logs.speak_as(lambda: logs.Speaker("server", core.member.rank if core.member.welcome else rank))
     inbox: Inbox[Server] = Inbox(transport)
     inbox.put(Server.start)
-    archive = (
-        None if checkpoint_dir is None else StorageThread(checkpoint_dir, inbox, limits.tagged_checkpoints)
-    )
+
+    def archive(inbox: Inbox[Server]) -> StorageThread | None:
+        tagged = limits.tagged_checkpoints
+        return None if checkpoint_dir is None else StorageThread(checkpoint_dir, inbox, tagged)
+
+    def standby() -> Part:
+        """Return another server of this process, at a port and with a key of its own."""
+        own = None if keys is None else replace(keys, session=new_pair())
+        near = f"tcp://{config.host_of(bind)}:0"
+        opened, memory, listens = open_transport(near, own, limits)
+        endpoint = f"tcp://{config.host_of(identity.endpoint)}:{config.port_of('', listens)}"
+        public = "" if own is None else own.session.public
+        second = replace(identity, rank=None, endpoint=endpoint, public_key=public, standby=True)
+        core = Server(second, time.monotonic(), limit, memory, threads, every_s, limits)
+        inbox: Inbox[Server] = Inbox(opened)
+        inbox.put(Server.start)
+        lens = lenses.member_lens(Role.SERVER, opened, core.member.envelope, lambda: core.counts)
+        return Part(core, opened, inbox, archive(inbox), lens)
+
+    parts = ServerParts(standby)
     sampler = Sampler(inbox, state_of, lambda core: core.counts, lambda: network_values(transport.refused))
     with (
-        MemoryWatch(lambda used, total: inbox.put(Server.on_memory, used, total)),
+        MemoryWatch(lambda used, total: parts.put(Server.on_memory, used, total)),
         serving_if_asked(http, "server", sampler),
-        on_stop(lambda number: inbox.put(Server.leave, "asked to stop")),
+        on_stop(lambda number: parts.leave("asked to stop")),
         lenses.dumping_at_signal(inbox, record),
     ):
         lens = lenses.member_lens(Role.SERVER, transport, core.member.envelope, lambda: core.counts, record)
-        ending = drive(core, transport, inbox, archive, lens=lens)
+        ending = parts.run(Part(core, transport, inbox, archive(inbox), lens))
     if record is not None:
         record.close(core)
-    if archive is not None:
-        archive.close()
-    transport.close(0.5)
     who = f"server {core.member.rank}" if core.member.welcome else "server"
     return report(who, ending, is_told=core.member.stopped is not None)
 

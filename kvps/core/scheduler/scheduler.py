@@ -402,7 +402,8 @@ class Scheduler:
                 raise
             self.job.send(route, p.Left())  # of a job that is over: there is nothing to give up
             return
-        if seat.node.role is Role.SERVER and leave.done and not self.job.formed:
+        is_needed = not self.job.formed or self.job.settings.replicas
+        if seat.node.role is Role.SERVER and leave.done and is_needed:
             leave = p.Leave(False, leave.exit_code, True, leave.reason)  # the job still needs one
         is_new = self.job.stop is None and seat.leave(leave, now)
         self.job.send(route, p.Left())

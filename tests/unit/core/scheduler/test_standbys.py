@@ -204,13 +204,13 @@ def test_a_spare_with_keys_says_them_before() -> None:
 
 
 @pytest.mark.spec("R524", "R526", "R528")
-@pytest.mark.parametrize("how", ["ended", "broken", "silent", "says so", "evicted"])
+@pytest.mark.parametrize("how", ["ended", "broken", "silent", "fails", "leaves", "evicted"])
 def test_a_level_standby_takes_the_seat_of_a_lost_server(how: str) -> None:
     stage = copied(persist=True, has_keys=False)
     former, standby = stage.peers["s0"], stage.peers["s1b"]
     others = ["s1", "w0", "s0b", "s1b"]
-    if how == "says so":
-        effects = stage.leave("s0", done=False, code=143)
+    if how in ("fails", "leaves"):
+        effects = stage.leave("s0", done=how == "leaves")
     elif how == "evicted":
         object.__setattr__(stage.settings, "has_keys", True)
         stage.scheduler.job.seats.evict(

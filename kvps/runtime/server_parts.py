@@ -1,0 +1,146 @@
+"""The parts of a server's process: the server that it was started as, and in a job with copies the standbys
+of other servers, each a core with a loop in a thread of its own.
+
+One part always waits for a seat: when it gets that, the next begins. So the scheduler finds a standby in
+every process, also for several servers. A process lives as long as some part of it serves.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVarTuple
+
+from kvps.core.effects import Disk, Exit, Finish
+from kvps.core.membership_client import EXIT_CONFIG, SEATED
+from kvps.core.server.server import Server
+from kvps.net.driver import Door, Inbox, Lens, Listener, drive
+from kvps.net.transport import Transport
+from kvps.observe import logs
+from kvps.runtime.storage_thread import StorageThread
+
+Ts = TypeVarTuple("Ts")
+log = logging.getLogger("kvps")
+END_MAX_S = 2.0
+"""How long parts may take to end by themselves once the job is over."""
+LOOK_EVERY_S = 0.2
+
+
+@dataclass(slots=True)
+class Part:
+    """A server's core with what it needs to run."""
+
+    core: Server
+    transport: Transport
+    inbox: Inbox[Server]
+    archive: StorageThread | None
+    lens: Lens
+
+    @property
+    def serves(self) -> bool:
+        """Whether it holds a seat of the job, which is not over."""
+        member = self.core.member
+        return member.welcome is not None and member.stopped is None and member.error is None
+
+
+class ServerParts:
+    """All parts of one process.
+
+    Args:
+        make: makes a part that wants to be a standby.
+    """
+
+    def __init__(self, make: Callable[[], Part]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._threads: dict[threading.Thread, Part] = {}
+        self._is_ending = False
+        self._first: Part | None = None
+        self._last = Exit(0, "")
+
+    def run(self, first: Part) -> Exit:
+        """Run ``first`` in this thread, and with it all others; return how the last that served has ended."""
+        self._first = first
+        ending = drive(first.core, first.transport, first.inbox, _Listener(self, first), lens=first.lens)
+        _close(first)
+        if not self._is_ending and first.core.member.stopped is None:
+            while busy := [thread for thread, part in self._living() if part.serves]:
+                busy[0].join(LOOK_EVERY_S)
+                ending = self._last
+        self.end()
+        return ending
+
+    def put(self, door: Door[Server, *Ts], *arguments: *Ts) -> None:
+        """Have a door of every part called."""
+        for part in [self._first, *[part for _, part in self._living()]]:
+            if part is not None:
+                part.inbox.put(door, *arguments)
+
+    def leave(self, reason: str) -> None:
+        """The operator ends this process."""
+        self._is_ending = True
+        self.put(Server.leave, reason)
+
+    def end(self) -> None:
+        """End all parts."""
+        self._is_ending = True
+        for thread, part in self._living():
+            if part.serves:
+                thread.join(END_MAX_S)
+            part.inbox.put(lambda core, now: core.outbox.append(Exit(0, "its process ends")))
+        for thread, _ in self._living():
+            thread.join(END_MAX_S)
+
+    def begin(self) -> None:
+        """Start one more part; called when the one that waited has got a seat."""
+        with self._lock:
+            if self._is_ending:
+                return
+            part = self._make()
+            thread = threading.Thread(target=self._run, args=(part,), name="kvps standby", daemon=True)
+            self._threads[thread] = part
+            thread.start()
+
+    def _living(self) -> list[tuple[threading.Thread, Part]]:
+        with self._lock:
+            return [(thread, part) for thread, part in self._threads.items() if thread.is_alive()]
+
+    def _run(self, part: Part) -> None:
+        member = part.core.member
+        logs.speak_in_thread_as(lambda: logs.Speaker("server", member.rank if member.welcome else None))
+        try:
+            ending = drive(part.core, part.transport, part.inbox, _Listener(self, part), lens=part.lens)
+            if member.welcome is None and ending.code == EXIT_CONFIG:
+                log.warning("this process hosts no standby: %s", ending.reason)
+            elif member.welcome is not None:
+                self._last = ending
+                log.info("a standby ends: %s", ending.reason)
+        except Exception:  # nobody joins this thread for its result: the log must have it
+            log.exception("a standby failed")
+        finally:
+            _close(part)
+            with self._lock:
+                self._threads.pop(threading.current_thread(), None)
+
+
+class _Listener(Listener):
+    """Starts the next part when one has got a seat, and passes on what concerns files."""
+
+    def __init__(self, parts: ServerParts, part: Part) -> None:
+        self._parts, self._part = parts, part
+
+    def finish(self, effect: Finish) -> None:
+        if effect.ticket == SEATED:
+            threading.Thread(target=self._parts.begin, name="kvps standby starts", daemon=True).start()
+
+    def order(self, effect: Disk) -> None:
+        if self._part.archive is not None:
+            self._part.archive.order(effect)
+
+
+def _close(part: Part) -> None:
+    if part.archive is not None:
+        part.archive.close()
+    part.transport.close(0.5)
