@@ -1,7 +1,8 @@
 """``kvps status``: one screen with the state of a job, as its scheduler sees it.
 
 Shows the members of a job, their states, versions and memory, the newest checkpoint, and the oldest
-open round of each store: its age, and the ranks that it waits for. It takes no seat in the job.
+open round of each store: its age, and the ranks that it waits for. With --replicas 1, it shows the copy of each
+server, too. It takes no seat in the job.
 
 examples:
   kvps status --scheduler tcp://10.0.0.1:9091
@@ -31,6 +32,7 @@ from kvps.protocol.membership import Look, Seen
 NAME = "kvps status"
 TIMEOUT_S = 5.0
 KEY_SHOWN = 40
+PROMOTIONS_SHOWN = 3
 """Characters of a key that a line shows."""
 
 
@@ -62,6 +64,9 @@ def screen(job: Mapping[str, Any]) -> str:
         lines += _table(
             ("store", "key", "round", "open for", "waits for"), [_round(round_) for round_ in job["rounds"]]
         )
+    if job["copies"]:
+        lines += ["", "copies of servers:"]
+        lines += _table(("server", "copies", "standby", "behind"), [_copy(copy) for copy in job["copies"]])
     for problem in job["problems"]:
         lines += ["", f"problem: {problem['text']}", f"  -> {problem['advice']}"]
     if not job["rounds"] and not job["problems"]:
@@ -76,7 +81,19 @@ def _facts(job: Mapping[str, Any]) -> list[str]:
     if job["checkpoint"] or job["epoch"]:
         rollbacks = f", rolled back {job['epoch']} times" if job["epoch"] else ""
         lines.append(f"newest complete checkpoint: {job['checkpoint'] or 'none'}{rollbacks}")
+    lines += [
+        f"server {rank}: its standby {who} took its place {ago_s:.0f} s ago (incarnation {incarnation})"
+        for rank, incarnation, who, ago_s in [each.values() for each in job["promotions"][-PROMOTIONS_SHOWN:]]
+    ]
     return lines
+
+
+def _copy(copy: Mapping[str, Any]) -> tuple[str, ...]:
+    copies = "2 of 2 copies" if copy["state"] == "level" else "1 of 2 copies"
+    if copy["state"] == "held":
+        copies += f", {copy['reason'] or str(copy['copied']) + ' % copied'}"
+    behind = bytes_in_words(copy["behind_bytes"]) if copy["state"] == "level" else ""
+    return str(copy["rank"]), copies, copy["who"] or "none", behind
 
 
 def _member(member: Mapping[str, Any]) -> tuple[str, ...]:

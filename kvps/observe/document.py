@@ -56,6 +56,8 @@ def document_of(job: bytes, seen: Seen) -> dict[str, Any]:
             for round_ in seen.rounds
         ],
         "waits": [wait._asdict() for wait in seen.waits],
+        "copies": [copy._asdict() for copy in seen.copies],
+        "promotions": [promotion._asdict() for promotion in seen.promotions],
         "problems": [problem._asdict() for problem in problems_of(seen)],
     }
 

@@ -139,7 +139,27 @@ def judge(
 def problems_of(seen: Seen) -> list[Finding]:
     """Return why a job does not go on, by the answer to LOOK."""
     presence = {member.rank: member.presence for member in seen.members if member.role == Role.WORKER}
-    return judge(seen.waits, seen.rounds, lambda rank: presence.get(rank, ""))
+    return [*judge(seen.waits, seen.rounds, lambda rank: presence.get(rank, "")), *_copies(seen)]
+
+
+def _copies(seen: Seen) -> Iterator[Finding]:
+    """Yield what the loss of a server would cost now, in a job with copies."""
+    if seen.phase == "forming":
+        return
+    for copy in seen.copies:
+        if copy.state == "level":
+            continue
+        how, advice = f"its copy at {copy.who} has {copy.copied} % of the values", "wait until it has all"
+        if copy.reason:
+            advice = "a store that cannot be copied needs checkpoints (--checkpoint-dir)"
+        if not copy.who:
+            how, advice = "it has no copy", "start another kvps-server, which becomes its standby"
+        cost = (
+            f"the steps since checkpoint {seen.checkpoint}" if seen.checkpoint else "its part of the values"
+        )
+        text = f"the loss of server {copy.rank} would now cost {cost}: {how}"
+        why = f" ({copy.reason})" if copy.reason else ""
+        yield Finding(Level.WARN, "copies", text + why, advice, (f"server {copy.rank}",))
 
 
 def _workers(ranks: Sequence[int]) -> tuple[str, ...]:

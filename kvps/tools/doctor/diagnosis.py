@@ -220,7 +220,7 @@ def _versions(m: Measurements) -> Results:
 def _members(m: Measurements) -> Results:
     if m.seen is None:
         return
-    members, is_well = m.seen.members, True
+    members, is_well = [each for each in m.seen.members if each.role != Role.STANDBY], True
     lost = [member for member in members if member.state in ("lost", "gone")]
     silent = [member for member in members if member.state == "held" and member.heard_s >= SILENT_AFTER_S]
     for role, what in ((Role.SERVER, "servers"), (Role.WORKER, "workers")):

@@ -280,7 +280,7 @@ class _Replay:
 
 CALLS = {
     *("start", "on_call", "on_join", "on_close", "leave"),
-    *("on_stop", "on_conclude", "on_measure", "on_disk", "on_memory", "on_script"),
+    *("on_stop", "on_conclude", "on_measure", "on_disk", "on_memory", "on_script", "on_ended"),
 }
 """The methods of cores that a record may name."""
 _PLAIN = {"start", "on_stop", "on_conclude", "on_measure"}

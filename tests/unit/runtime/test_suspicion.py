@@ -33,7 +33,7 @@ def test_a_port_that_refuses_tells_of_an_end() -> None:
 
 
 @pytest.mark.spec("R526")
-def test_one_that_greets_lives() -> None:
+def test_a_port_that_greets_lives() -> None:
     made, endpoint = listener()
 
     def greet() -> None:
@@ -46,7 +46,7 @@ def test_one_that_greets_lives() -> None:
 
 
 @pytest.mark.spec("R526")
-def test_one_that_closes_its_connections_first_is_tried_again() -> None:
+def test_a_port_that_closes_its_connections_first_is_tried_again() -> None:
     made, endpoint = listener()
 
     def end() -> None:
