@@ -196,15 +196,18 @@ class Staging:
             allocate: returns new rows for those of ``values`` with these indices.
         """
         accelerator = kind()
-        away = [index for index, value in enumerate(values) if value.device.type == accelerator]
-        there = set(away)
-        rows = [value if index in there else row_of(value) for index, value in enumerate(values)]
+        rows = list(values)
+        away = []
+        for index, value in enumerate(values):
+            if value.device.type == accelerator:
+                away.append(index)
+            else:
+                rows[index] = row_of(value)
         if away:
             with self._mutex:  # pages must not be unlocked under a copy
-                places = self._locked(allocate(away))
-                for index, row in zip(away, places, strict=True):
+                for index, row in zip(away, self._locked(allocate(away)), strict=True):
                     rows[index] = row
-                _copy_down(_by_device([(values[index], rows[index]) for index in away]))
+                _copy_down([(values[index], rows[index]) for index in away])
         return tuple(rows)
 
     def close(self) -> None:
@@ -217,18 +220,19 @@ class Staging:
         first, size_bytes = self._segment
         blocks: dict[int, bool] = {}
         """The first address of each block of memory, and whether it is locked."""
-        starts = []
-        for storage in [row.untyped_storage() for row in rows]:
-            start = storage.data_ptr()
-            starts.append(start)
+        found, others = list(rows), []
+        for index, row in enumerate(rows):
+            block = row.untyped_storage()
+            start = block.data_ptr()
             if start not in blocks:
-                stop = start + storage.nbytes()
+                stop = start + block.nbytes()
                 is_there = first <= start and stop <= first + size_bytes
                 blocks[start] = is_there and self._locks.cover(start, stop)
-        others = iter(
-            pinned_rows([row for row, start in zip(rows, starts, strict=True) if not blocks[start]])
-        )
-        return [row if blocks[start] else next(others) for row, start in zip(rows, starts, strict=True)]
+            if not blocks[start]:
+                others.append(index)
+        for index, row in zip(others, pinned_rows([rows[index] for index in others]), strict=True):
+            found[index] = row
+        return found
 
 
 class CallsBehindKernels:
@@ -277,26 +281,29 @@ def bring_back(copies: Iterable[Pair], after: Mapping[torch.device, torch.Event]
             wait for all that this thread has queued there.
     """
     accelerator = kind()
-    up = []
-    for target, row in copies:
+    up: list[Pair] = []
+    others: list[Pair] = []
+
+    def pairs() -> Iterator[Pair]:
+        for pair in copies:
+            target, row = pair
+            is_up = row.is_cpu and not target.is_cpu and target.device.type == accelerator
+            (up if is_up else others).append(pair)
+            if is_up:
+                yield pair
+
+    streams: dict[torch.device, torch.Stream] = {}
+    try:
+        _cross(pairs(), "up", streams, after)
+    finally:
+        for target in [target for target, _ in up if target.device in streams]:
+            target.record_stream(streams[target.device])
+        for device, stream in streams.items():
+            torch.accelerator.current_stream(device).wait_stream(stream)
+    for target, row in others:
+        target.copy_(row)
         if row.device.type == accelerator:
-            target.copy_(row)
             row.record_stream(torch.accelerator.current_stream(row.device))
-        elif target.device.type == accelerator:
-            up.append((target, row))
-        else:
-            target.copy_(row)
-    for device, pairs in _by_device(up).items():
-        script, stream = torch.accelerator.current_stream(device), _stream(device, "up")
-        event = after.get(device)
-        stream.wait_event(event) if event is not None else stream.wait_stream(script)
-        try:
-            with on(stream):
-                _cross(pairs, is_up=True)
-        finally:
-            for target, _ in pairs:
-                target.record_stream(stream)
-            script.wait_stream(stream)
 
 
 def ready_on_device(value: torch.Tensor) -> torch.Tensor:
@@ -307,48 +314,51 @@ def ready_on_device(value: torch.Tensor) -> torch.Tensor:
     return row
 
 
-def _by_device(pairs: Iterable[Pair]) -> dict[torch.device, list[Pair]]:
-    found: dict[torch.device, list[Pair]] = {}
-    for pair in pairs:
-        found.setdefault(pair[0].device, []).append(pair)
-    return found
-
-
-def _copy_down(pairs: dict[torch.device, list[Pair]]) -> None:
+def _copy_down(pairs: Iterable[Pair]) -> None:
     """Copy tensors of devices into their rows; return when all are there."""
-    streams = {device: _stream(device, "down") for device in pairs}
-    for device, stream in streams.items():
-        stream.wait_stream(torch.accelerator.current_stream(device))  # which makes the values
+    streams: dict[torch.device, torch.Stream] = {}
     try:
-        for device, of_device in pairs.items():
-            with on(streams[device]):
-                _cross(of_device, is_up=False)
+        _cross(pairs, "down", streams)  # behind the kernels that make them
     finally:  # nobody may use the memory of either end before, also if one of the copies is refused
         for stream in streams.values():
             stream.synchronize()
 
 
 @torch.no_grad()
-def _cross(pairs: Sequence[Pair], *, is_up: bool) -> None:
-    """Copy tensors to their rows, or rows to their tensors, on the current stream."""
+def _cross(
+    pairs: Iterable[Pair],
+    use: str,
+    streams: dict[torch.device, torch.Stream],
+    after: Mapping[torch.device, torch.Event] = NO_EVENTS,
+) -> None:
+    """Copy rows "up" to tensors of devices, or tensors "down" to their rows; note the stream of each device.
 
-    def each(pairs: Sequence[Pair]) -> None:
-        if pairs:
-            tensors, rows = [tensor for tensor, _ in pairs], [row for _, row in pairs]
-            into, out_of = (tensors, rows) if is_up else (rows, tensors)
-            torch._foreach_copy_(into, out_of, non_blocking=True)
-
-    sizes = [row.nbytes for _, row in pairs]
-    # Large ones first: the bus is busy with them while the others are sorted.
-    each([pair for pair, size in zip(pairs, sizes, strict=True) if size > SMALL_BYTES])
-    rest: list[Pair] = []
-    for piece in _pieces([pair for pair, size in zip(pairs, sizes, strict=True) if 0 < size <= SMALL_BYTES]):
-        if len(piece.rows) > 1:
-            with suppress(torch.OutOfMemoryError):  # then each by itself
-                (piece.scatter if is_up else piece.gather)()
-                continue
-        rest += zip(piece.tensors, piece.rows, strict=True)
-    each(rest)
+    A large tensor is copied as soon as it is met: the bus is busy with it while others are sorted.
+    """
+    is_up = use == "up"
+    small: dict[torch.device, list[Pair]] = {}
+    with ExitStack() as current:
+        for pair in pairs:
+            tensor, row = pair
+            device = tensor.device
+            if device not in streams:
+                streams[device], small[device] = _stream(device, use), []
+                if device in after:
+                    streams[device].wait_event(after[device])
+                else:
+                    streams[device].wait_stream(torch.accelerator.current_stream(device))
+                current.enter_context(on(streams[device]))
+            if row.nbytes <= SMALL_BYTES:
+                small[device].append(pair)
+            else:
+                (tensor if is_up else row).copy_(row if is_up else tensor, non_blocking=True)
+        for piece in [piece for rest in small.values() for piece in _pieces(rest)]:
+            if len(piece.rows) > 1:
+                with suppress(torch.OutOfMemoryError):  # then each by itself
+                    (piece.scatter if is_up else piece.gather)()
+                    continue
+            for tensor, row in zip(piece.tensors, piece.rows, strict=True):
+                (tensor if is_up else row).copy_(row if is_up else tensor, non_blocking=True)
 
 
 @dataclass(slots=True)
@@ -390,6 +400,8 @@ def _pieces(pairs: Sequence[Pair]) -> list[_Piece]:
         tensor, row = pairs[index]
         begin = begins[index]
         stop = begin + row.nbytes
+        if begin == stop:
+            continue
         if piece and begin == piece.stop and stop <= piece.limit and piece.rows[0].dtype is row.dtype:
             piece.tensors.append(tensor)
             piece.rows.append(row)
