@@ -41,7 +41,7 @@ _DMLC = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_S
 _WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PLACE = (
     *("KVPS_SCHEDULER", "KVPS_BIND", "KVPS_WORKERS", "KVPS_SERVERS", "KVPS_STATE"),
-    *("KVPS_RANK", "KVPS_INCARNATION", "KVPS_JOB", "KVPS_KEYS", *_DMLC, "DMLC_ROLE"),
+    *("KVPS_RANK", "KVPS_INCARNATION", "KVPS_JOB", "KVPS_MOST_WORKERS", "KVPS_KEYS", *_DMLC, "DMLC_ROLE"),
 )
 """Variables that describe the place of one process in one cluster, and would mislead another process."""
 
@@ -155,6 +155,22 @@ def as_whole(name: str, given: str) -> int:
     if value != int(value) or value < 0:
         raise ConfigError(f"{name}={value:g} is not a whole number of 0 or more; correct or unset it")
     return int(value)
+
+
+def as_workers(name: str, given: str) -> tuple[int, int]:
+    """Return the numbers of ``N`` or ``N:MAX``, and 0 for a missing ``MAX``.
+
+    Raises:
+        ConfigError: if it is neither.
+    """
+    first, colon, most = given.partition(":")
+    workers, most_workers = as_whole(name, first), as_whole(name, most) if colon else 0
+    if colon and most_workers < workers:
+        raise ConfigError(
+            f"{name}={given}: the second number is the most workers that the job may have, and cannot be "
+            "below the first"
+        )
+    return workers, most_workers
 
 
 def as_bytes(name: str, given: str) -> int:
@@ -402,6 +418,12 @@ def checkpoint_every_s(given: str | None, env: Mapping[str, str] | None = None) 
             f"{name}={found:g}: use a number of seconds, or 0 to write checkpoints only on kv.checkpoint()"
         )
     return found
+
+
+def most_workers() -> int:
+    """Return the most workers of this process's job, as kvps-worker tells its command; 0 where none come and
+    go."""
+    return whole("KVPS_MOST_WORKERS", 0) or 0
 
 
 def join_max_s(env: Mapping[str, str] | None = None) -> float:

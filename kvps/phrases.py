@@ -8,6 +8,7 @@ RANKS_MAX = 20
 """Ranks that one text names."""
 NAMES_MAX = 5
 """Parameters that one text names."""
+COMING = "the workers of this job come and go (it was started with N:MAX workers)"
 
 
 def and_more(count: int, what: str = "") -> str:

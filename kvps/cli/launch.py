@@ -96,7 +96,13 @@ def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, __doc__, insecure=KEYLESS)
     parser.usage = "%(prog)s -n N [-s S] [flags] [--] COMMAND [ARG...]"
     parser.add_argument(
-        "-n", "--workers", "--num-workers", metavar="N", required=True, help="number of workers"
+        "-n",
+        "--workers",
+        "--num-workers",
+        metavar="N[:MAX]",
+        required=True,
+        help="number of workers; with MAX, kvps-worker may add others, and workers come and go, until there "
+        "are MAX",
     )
     parser.add_flags(
         {
@@ -166,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
     if manifests := annexes.load("dry-run").text_if_any(parsed, command):
         print(manifests, end="")
         return 0
-    workers = config.as_whole("-n", parsed.workers)
+    workers, most_workers = config.as_workers("-n", parsed.workers)
     servers = workers if parsed.servers is None else config.as_whole("-s", parsed.servers)
     if workers < 1:
         raise ConfigError(f"-n {workers}: use 1 or more workers")
@@ -188,6 +194,7 @@ def main(argv: Sequence[str]) -> int:
     plan = LaunchPlan(
         workers=workers,
         servers=servers,
+        most_workers=most_workers,
         max_restarts=restarts,
         env=env,
         role_env=_of_role(parsed, http, is_local=remote is None),
@@ -203,7 +210,7 @@ def main(argv: Sequence[str]) -> int:
         is_http_insecure=http is not None and flags.is_insecure(parsed),
         remote=remote,
     )
-    need = (2 if plan.remote is None else 3) * (1 + workers + servers) + OWN_DESCRIPTORS
+    need = (2 if plan.remote is None else 3) * (1 + max(workers, most_workers) + servers) + OWN_DESCRIPTORS
     descriptors.demand(f"kvps-launch of {workers} workers and {servers} servers", need)
     reaper = Reaper()
     try:

@@ -47,7 +47,8 @@ def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, __doc__, insecure=flags.INSECURE)
     parser.add_flags(
         {
-            "--workers N": "number of workers; KVPS_WORKERS",
+            "--workers N[:MAX]": "number of workers; with MAX, workers may come and go once N have joined, "
+            "until there are MAX; KVPS_WORKERS",
             "--servers S": "number of servers; KVPS_SERVERS",
             "--bind tcp://HOST:PORT": "address to listen at; port 0: any free port; KVPS_BIND "
             f"({config.DEFAULT_SCHEDULER})",
@@ -74,13 +75,14 @@ def main(argv: Sequence[str]) -> int:
     parsed = _parser().parse_args(argv)
     flags.start_log(NAME, parsed)
     found, fd = config.dmlc_cluster(), parsed.report_fd
-    workers = flags.setting(parsed, "workers", config.as_whole, found.workers if found else None)
+    default_size = (found.workers, 0) if found is not None and found.workers is not None else None
+    size = flags.setting(parsed, "workers", config.as_workers, default_size)
     servers = flags.setting(parsed, "servers", config.as_whole, found.servers if found else None)
-    if workers is None or servers is None:
+    if size is None or servers is None:
         raise ConfigError("the number of members is missing: give --workers N --servers S")
     default = config.DEFAULT_SCHEDULER if found is None else config.scheduler_bind(found.scheduler)
     return run_scheduler(
-        workers,
+        size[0],
         servers,
         flags.setting(parsed, "bind", config.as_bind, default),
         keep_alive=bool(parsed.keep_alive) or config.switch("KVPS_KEEP_ALIVE"),
@@ -94,6 +96,7 @@ def main(argv: Sequence[str]) -> int:
         limits=flags.limits_of(parsed, "scheduler"),
         tell=lambda event, value: _tell(fd, event, value, flags.log_format(parsed)),
         is_launched=fd is not None,
+        most_workers=size[1],
     )
 
 

@@ -248,6 +248,8 @@ class Shell(Listener):
             "LOCAL_RANK": str(welcome.local_rank),
             "LOCAL_WORLD_SIZE": str(welcome.local_size),
         }
+        if welcome.most:
+            changes["KVPS_MOST_WORKERS"] = str(welcome.most)
         if welcome.master:  # else worker 0 is no kvps-worker, and offers nothing
             changes["MASTER_ADDR"], _, changes["MASTER_PORT"] = welcome.master.rpartition(":")
         return config.environment(changes, {})

@@ -8,8 +8,8 @@ read its view. A member that has to wait is told so. A member that hears nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvps import protocol as p
@@ -42,6 +42,29 @@ class Quorum:
     """Held by a live worker (or not yet taken for the first time)."""
     lost: frozenset[int]
     """Lost: it did not leave, so its gradient is missing until a replacement brings it."""
+    added: Mapping[int, int] = field(default_factory=dict)
+    """Rank -> incarnation of a live worker that was added: it counts in a store once it has entered that."""
+    late: frozenset[int] = frozenset()
+    """Ranks that are no more those of the first workers: if lost, they count where they had entered."""
+    heirs: frozenset[int] = frozenset()
+    """Ranks that an added worker has taken from a lost one of the first workers."""
+
+    def within(self, entered: Mapping[int, int], on_worker_lost: str) -> Quorum:
+        """Return the ranks that count in one store.
+
+        Args:
+            entered: the ranks of added workers that have entered it, and their incarnations. Where a store
+                waits for lost ranks, it waits for the successor of one that had.
+            on_worker_lost: the policy of the store.
+        """
+        waits = on_worker_lost != "shrink"
+        here = [
+            rank
+            for rank, incarnation in self.added.items()
+            if entered.get(rank) == incarnation or (waits and (rank in entered or rank in self.heirs))
+        ]
+        lost = [rank for rank in self.lost if rank not in self.late or rank in self.heirs or rank in entered]
+        return Quorum(self.held.union(here), frozenset(lost))
 
     def members(self, on_worker_lost: str) -> frozenset[int]:
         """The ranks that take part in a store with this policy."""
@@ -120,6 +143,8 @@ class MembershipClient:
         self.incarnation = identity.incarnation
         self.welcome: p.Welcome | None = None
         self.view: p.View | None = None
+        self._late: set[int] = set()
+        self._heirs: set[int] = set()
         self._quorum: tuple[p.View, Quorum] | None = None
         """The number of the view that it was made for."""
         self.reason = f"no answer from the scheduler at {identity.scheduler}"
@@ -195,16 +220,33 @@ class MembershipClient:
             return Quorum(frozenset(range(workers)), frozenset())
         if self._quorum is None or self._quorum[0] is not self.view:
             quorum = Quorum(self._ranks("held", "empty"), self._ranks("lost", "gone"))
+            if self.seat.most:
+                quorum = replace(
+                    quorum,
+                    added={node.rank: node.incarnation for node in self._workers("added")},
+                    late=frozenset(self._late),
+                    heirs=frozenset(self._heirs),
+                )
             self._quorum = (self.view, quorum)
         return self._quorum[1]
 
     def _ranks(self, *states: str) -> frozenset[int]:
+        return frozenset(member.rank for member in self._workers(*states))
+
+    def _workers(self, *states: str) -> list[p.Member]:
         assert self.view is not None
-        return frozenset(
-            member.rank
-            for member in self.view.members
-            if member.role == Role.WORKER and member.state in states
-        )
+        members = self.view.members
+        return [member for member in members if member.role == Role.WORKER and member.state in states]
+
+    def _follow(self, known: p.View | None) -> None:
+        """Note, from one view to the next, which ranks have other holders than the first."""
+        first = self._ranks("held", "empty")
+        free = self._ranks("left", "vacant")
+        added = self._ranks("added")
+        if known is not None:
+            self._heirs |= added - self._late
+        self._late = (self._late | free | added) - first
+        self._heirs -= free | first
 
     def has_left(self, rank: int) -> bool:
         """Whether a worker's script has ended, and nobody takes its place."""
@@ -298,13 +340,18 @@ class MembershipClient:
                 # One that overtakes a WELCOME is sent again: beats say which view is known.
                 is_new = message.number > self.number or packet.envelope.job != self.job
                 if is_new and self.welcome is not None:
+                    known = self.view if packet.envelope.job == self.job else None
                     self.view = message
                     self.job = packet.envelope.job
+                    if self.welcome.most:
+                        self._follow(known)
             case p.ViewChanges():
                 # One whose base is lost waits for nothing: beats say which view is known.
                 known = self.view if packet.envelope.job == self.job else None
                 if known is not None and message.base <= known.number < message.number:
                     self.view = message.applied(known)
+                    if self.seat.most:
+                        self._follow(known)
             case p.Beat():
                 self.reason = message.reason or self.reason
             case p.Challenge():

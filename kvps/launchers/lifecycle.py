@@ -26,6 +26,7 @@ import logging
 import math
 import os
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
@@ -39,6 +40,7 @@ from pathlib import Path
 
 from kvps import config
 from kvps.core.membership_client import EXIT_CONFIG
+from kvps.core.scheduler.seat import range_of
 from kvps.launchers.agent import ERROR, REPORT
 from kvps.launchers.children import Child, Foothold, start_here
 from kvps.launchers.output import LineBuffer, OutputMux, TracebackFolder, Who, bar_text
@@ -91,6 +93,8 @@ class LaunchPlan:
     """Other machines may read there."""
     remote: Remote | None = None
     """Other hosts for workers and servers; None if all processes run on this machine."""
+    most_workers: int = 0
+    """Workers may be added until there are so many; 0 if none may."""
 
 
 class LaunchStage(enum.IntEnum):
@@ -237,7 +241,12 @@ class Launch:
     # --- starting -----------------------------------------------------------------------------
 
     def _start_scheduler(self, life: int) -> None:
-        sizes = ("--workers", self._plan.workers, "--servers", self._plan.servers)
+        sizes = (
+            "--workers",
+            range_of(self._plan.workers, self._plan.most_workers),
+            "--servers",
+            self._plan.servers,
+        )
         place = ["--bind", f"tcp://{self._host}:0"] if self._foothold is None else self._foothold.flags
         http = [] if self._plan.http is None else ["--http", self._plan.http]
         self._start("scheduler", 0, life, [*sizes, *place, *http])
@@ -247,6 +256,15 @@ class Launch:
             return
         self._scheduler = endpoint
         log.info("the scheduler listens on %s", endpoint)
+        if self._plan.most_workers:
+            keys = self._plan.keys or (self._keys.path if self._keys is not None else "")
+            log.info(
+                "to add a worker, of %d at most: kvps-worker --scheduler %s %s-- %s",
+                self._plan.most_workers,
+                endpoint,
+                f"--keys {keys} " if keys else "",
+                shlex.join(self._plan.command),
+            )
         for rank in range(self._plan.servers):
             self._start_server(rank, 0)
         for rank in range(self._plan.workers):
@@ -481,7 +499,8 @@ class Launch:
     def _on_no_worker(self) -> None:
         """Servers and scheduler have nothing to do any more."""
         if self._stage <= LaunchStage.DRAINING:
-            self._enter(LaunchStage.DONE, DONE_MAX_S)
+            # Workers that were added by hand may go on.
+            self._enter(LaunchStage.DONE, None if self._plan.most_workers else DONE_MAX_S)
         elif self._stage is LaunchStage.ENDING:
             self._enter(LaunchStage.STOPPING, STOP_MAX_S, signal.SIGTERM)
         elif self._stage is LaunchStage.STOPPING:

@@ -55,6 +55,13 @@ class Welcome(Message):
     """The scheduler says so to a standby: it copies the values of the server of this rank."""
     replicas: int = 0
     """The number of standbys that each server of the job is to have."""
+    most: int = 0
+    """The most workers that the job may come to have; 0 for no more than ``workers``."""
+
+    @property
+    def seats(self) -> int:
+        """How many seats workers have."""
+        return self.most or self.workers
 
 
 class Member(NamedTuple):
@@ -65,7 +72,8 @@ class Member(NamedTuple):
     incarnation: int
     state: str
     """``empty``, ``held``, ``left``, ``lost`` (a replacement may come) or ``gone`` (none will); of a standby
-    ``empty``, ``held`` or ``level`` (it may take the server's place)."""
+    ``empty``, ``held`` or ``level`` (it may take the server's place); of a worker also ``vacant`` (nobody
+    waits for a holder) or ``added`` (held, and counts in a store once it has entered it)."""
     endpoint: str
     host: str
     lost_for_s: float

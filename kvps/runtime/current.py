@@ -18,6 +18,7 @@ class CurrentCluster(Protocol):
     """The part of :class:`~kvps.LocalCluster` that a store inside of it needs."""
 
     workers: int
+    most_workers: int
 
     @property
     def board(self) -> Any:

@@ -55,6 +55,8 @@ class LocalCluster:
     Args:
         workers: number of workers, 1 or more.
         servers: number of servers, 1 or more.
+        most_workers: once ``workers`` threads have joined, others may be added, and come and go, until there
+            are so many; 0 if none may.
 
     Example:
         >>> import kvps, torch
@@ -67,12 +69,13 @@ class LocalCluster:
         [3.0, 3.0]
     """
 
-    def __init__(self, workers: int = 1, servers: int = 1) -> None:
+    def __init__(self, workers: int = 1, servers: int = 1, most_workers: int = 0) -> None:
         for name, given in (("workers", workers), ("servers", servers)):
             if type(given) is not int or given < 1:
                 raise ConfigError(f"{name}={given!r}: use a whole number, 1 or more")
         self.workers = workers
         self.servers = servers
+        self.most_workers = most_workers
         self.scheduler = ""
         """The address of the scheduler, inside the ``with`` block."""
         self._workers: list[ThreadPoolExecutor] = []
@@ -128,12 +131,12 @@ class LocalCluster:
         Raises:
             ConfigError: if there are too few file descriptors for the cluster.
         """
-        sizes = self.workers, self.servers
+        sizes = max(self.workers, self.most_workers), self.servers
         descriptors.demand(
             f"a cluster of {sizes[0]} workers and {sizes[1]} servers in one process",
             descriptors.of_scheduler(*sizes)
             + self.servers * descriptors.of_server(*sizes)
-            + self.workers * descriptors.of_worker(*sizes)
+            + sizes[0] * descriptors.of_worker(*sizes)
             + descriptors.SPARE,
         )
         if keys_can_be() and not config.switch("KVPS_INSECURE"):
@@ -148,6 +151,7 @@ class LocalCluster:
             config.drop_grace_s(),
             has_keys=bool(self.keys),
             limits=limits,
+            most_workers=self.most_workers,
         )
         transport = ZmqTransport(
             "tcp://127.0.0.1:0",
@@ -185,7 +189,8 @@ class LocalCluster:
             if self._shortage is not None:
                 raise self._shortage
             taken = len(self._sessions)
-            if taken >= self.workers:
+            is_added = self.most_workers > 0 and taken >= self.workers  # the scheduler has a seat, or refuses
+            if taken >= self.workers and not is_added:
                 raise ConfigError(
                     f"all {self.workers} workers of this LocalCluster are taken: each thread that "
                     "creates a store is a worker; use LocalCluster(workers=...) with more workers"
@@ -193,7 +198,7 @@ class LocalCluster:
             rank = getattr(self._mine, "rank", None)
             session = worker_session(
                 self.scheduler,
-                taken if rank is None else rank,
+                None if is_added else taken if rank is None else rank,
                 is_replaceable=False,  # nobody starts a thread that raised again
                 keys=self._keys_of("worker"),
             )

@@ -185,6 +185,7 @@ def run_scheduler(
     is_launched: bool = False,
     limits: Limits | None = None,
     replicas: int = 0,
+    most_workers: int = 0,
 ) -> int:
     """Run a scheduler until its job is over; return its exit code.
 
@@ -210,6 +211,7 @@ def run_scheduler(
         is_launched: ``tell`` reaches kvps-launch: seats are told, and the reason for the end is not logged.
         limits: the named limits; None for those of KVPS_LIMITS.
         replicas: how many standbys each server has, 0 or 1.
+        most_workers: workers may be added until there are so many; 0 if none may.
 
     Raises:
         ConfigError: if that cannot be, the port or ``state`` is another's, or there are too few file
@@ -217,8 +219,9 @@ def run_scheduler(
         StorageError: if ``state`` cannot be read.
     """
     config.demand_loopback(bind, insecure or keys is not None)
-    need = descriptors.of_scheduler(workers, servers * (1 + max(replicas, 0))) + descriptors.SPARE
-    descriptors.demand(f"the scheduler of {workers} workers and {servers} servers", need)
+    most = max(workers, most_workers)
+    need = descriptors.of_scheduler(most, servers * (1 + max(replicas, 0))) + descriptors.SPARE
+    descriptors.demand(f"the scheduler of {most} workers and {servers} servers", need)
     descriptors.make_room(2 * need)  # of a connection that broke, its successor may come before its end
     settings = Settings(
         workers,
@@ -232,6 +235,7 @@ def run_scheduler(
         has_keys=keys is not None,
         limits=limits or config.limits(),
         replicas=replicas,
+        most_workers=most_workers,
     )
     storage = StateFile(state) if isinstance(state, str) else state
     with nullcontext() if storage is None else closing(storage) as kept:
@@ -319,8 +323,8 @@ def _run_scheduler(
         lenses.dumping_at_signal(inbox, record),
     ):
         log.info(  # from here on it may get signals
-            "scheduler of %d workers and %d servers at %s",
-            settings.workers,
+            "scheduler of %s workers and %d servers at %s",
+            settings.workers_range,
             settings.servers,
             transport.endpoint,
         )

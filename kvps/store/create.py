@@ -16,6 +16,7 @@ from kvps.core.placement import BIGARRAY_BOUND
 from kvps.core.server.options import LATE, POLICIES, check_options
 from kvps.errors import ConfigError
 from kvps.observe import logs
+from kvps.phrases import COMING
 from kvps.protocol.envelope import KEY_MAX
 from kvps.protocol.stores import Open
 from kvps.runtime import process
@@ -158,7 +159,7 @@ def create(
     opened = _with_quorum(_rebuilding(opened, kind, on_server_lost), kind, quorum, grace, late)
     session = process.session(shared.timeout_s)
     named = replace(opened, store=_named(session, name), chunk_bytes=default_chunk_bytes(session))
-    return DistStore(kind, session, named, shared)
+    return DistStore(kind, session, _following(named, session), shared)
 
 
 def create_own(store: str, owner: str, options: StoreOptions, *, average: bool = False) -> Store:
@@ -211,7 +212,23 @@ def create_dist(
     session = process.session(options.timeout_s)
     name = session.next_name(RESERVED + owner)
     named = replace(opened, store=name, chunk_bytes=default_chunk_bytes(session))
-    return DistStore(kind, session, named, options)
+    return DistStore(kind, session, _following(named, session), options)
+
+
+def _following(opened: Open, session: WorkerSession) -> Open:
+    """Return the store as it is in the job of a session, whose workers may come and go.
+
+    Raises:
+        ConfigError: if the store needs the workers that there were at the beginning.
+    """
+    if not session.info.most:
+        return opened
+    if opened.rebuilds:
+        raise ConfigError(
+            f"on_server_lost='rebuild' needs the values that all workers hold, and {COMING}; give "
+            "on_server_lost='checkpoint'"
+        )
+    return replace(opened, bundles=False)  # a bundle waits for all workers of its host
 
 
 def _local(kind: Kind, name: str, on_nonfinite: str, options: StoreOptions) -> DistStore:

@@ -98,7 +98,7 @@ class DistStore(KVStore):
 
     @property
     def num_workers(self) -> int:
-        """The number of workers of the job."""
+        """The number of workers of the job, now where they come and go (``N:MAX`` workers)."""
         return self._session.info.workers
 
     @property

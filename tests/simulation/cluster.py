@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -351,9 +351,11 @@ class Cluster:
         rates: dict[str, float] | None = None,
         checkpoint_every_s: float | None = None,
         has_keys: bool = False,
+        most_workers: int = 0,
     ) -> None:
         """Start all processes, at slightly different times.
 
+        With ``most_workers``, others may be added until there are so many.
         ``machines`` are those of the workers, by rank; servers are on machine 1. ``rates`` are those
         of the clocks of processes, where they are wrong. With keys, all connections are made by them.
         """
@@ -365,6 +367,8 @@ class Cluster:
         """How often servers want cuts; None for servers without a disk."""
         self.shelves = Shelves(self.network)
         self.workers = workers
+        self.coming = 0
+        """Workers that will be added later."""
         self.script = script
         self.clients: dict[int, Client] = {}
         self.started: dict[int, list[Client]] = {rank: [] for rank in range(workers)}
@@ -374,7 +378,9 @@ class Cluster:
         self._servers: dict[int, Process] = {}
         self._pids = itertools.count(100)
         # One who stands still for minutes is to come back also where nobody else is left.
-        self.settings = Settings(workers, servers, persist=True, replace_max_s=240.0, has_keys=has_keys)
+        self.settings = Settings(
+            workers, servers, persist=True, replace_max_s=240.0, has_keys=has_keys, most_workers=most_workers
+        )
         self.disk = Disk()
         self.schedulers: list[Process] = []
         """All that were ever started."""
@@ -430,11 +436,20 @@ class Cluster:
         self.network.perform(process, core.start(now))
         return process
 
-    def start_worker(self, rank: int) -> Client:
+    def add_worker(self) -> Client:
+        """Start one more worker, of the next number; it takes a rank that is free."""
+        number = self.workers
+        self.workers, self.coming = self.workers + 1, max(0, self.coming - 1)
+        self.started[number] = []
+        return self.start_worker(number, is_added=True)
+
+    def start_worker(self, rank: int, is_added: bool = False) -> Client:
         pid = next(self._pids)
         name = f"worker {rank}"
         keys = keys_of(Role.WORKER, f"{rank}-{pid}") if self.has_keys else None
-        core = Worker(self._identity(Role.WORKER, rank, pid, keys), self.network.time(name))
+        identity = self._identity(Role.WORKER, rank, pid, keys)
+        identity = replace(identity, rank=None) if is_added else identity
+        core = Worker(identity, self.network.time(name))
         endpoint = f"sim://worker-{rank}-{pid}"
         process = self.network.add(name, Role.WORKER, core, endpoint, keys)
         self.clients[rank] = Client(self, process, core, self.script(rank))
@@ -511,6 +526,10 @@ class Cluster:
     @property
     def is_done(self) -> bool:
         """Whether every script has ended."""
-        return len(self.clients) == self.workers and all(
-            one.done_at is not None for one in self.clients.values()
+        return (
+            not self.coming
+            and len(self.clients) == self.workers
+            and all(
+                one.done_at is not None or one.core.member.end is not None for one in self.clients.values()
+            )
         )

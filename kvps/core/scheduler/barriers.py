@@ -14,6 +14,8 @@ wait for that is up to the workers. A rank that is gone and does not stand there
 that wait for it get an error. A store whose rounds do not wait for the lost says so, and its barriers wait
 for neither.
 
+A worker that was *added* to a job that runs is required in a store from its first RESUME there on.
+
 Ranks are counted, never requests: a request that is sent again takes the place of its
 predecessor, and the standing of a rank survives its process. What is kept of the past is one
 number per (store, name), and after how many rounds that barrier came.
@@ -29,6 +31,7 @@ replacement is told at once: the others may have compared long ago.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -111,6 +114,8 @@ class Barriers:
         """Those of the required whose replacement may come."""
         self.gone: dict[int, str] = {}
         """The ranks that will not come, and why."""
+        self.added: set[int] = set()
+        """The ranks that are required only in stores in which they have resumed."""
         self.released: dict[Name, int] = {}
         """The highest number that was passed."""
         self.open: dict[Name, dict[int, Standing]] = {}
@@ -230,6 +235,11 @@ class Barriers:
         self.resumed[store, rank] = pushed
         return [answer for name in list(self.open) if name[0] == store for answer in self._look_at(name)]
 
+    def begin(self, rank: int) -> None:
+        """A worker that was added has this rank: it has resumed nowhere yet."""
+        self.added.add(rank)
+        self.resumed = {place: after for place, after in self.resumed.items() if place[1] != rank}
+
     def close(self, rank: int, stores: Iterable[str]) -> None:
         """A rank has closed stores. Their barriers are forgotten when there is no room for others."""
         for store in stores:
@@ -337,10 +347,15 @@ class Barriers:
         return {*self.open, *self.released, *self.floating, *self.refused}
 
     def require(
-        self, required: Iterable[int], gone: dict[int, str], lost: Iterable[int] = ()
+        self,
+        required: Iterable[int],
+        gone: dict[int, str],
+        lost: Iterable[int] = (),
+        added: Iterable[int] = (),
     ) -> list[RoutedMessage]:
-        """Set the required ranks and the gone ranks; return the answers that become due."""
-        self.required, self.gone, self.lost = set(required), gone, set(lost)
+        """Set the required ranks, and those of them that count only where they have resumed, and the gone
+        ranks; return the answers that become due."""
+        self.required, self.gone, self.lost, self.added = set(required), gone, set(lost), set(added)
         names = dict.fromkeys([*self.open, *self.floating])
         return [answer for name in names for answer in self._look_at(name)]
 
@@ -356,7 +371,7 @@ class Barriers:
         """Let them pass if the set is complete; earlier numbers are then passed, too."""
         standing = self._standing(name, number).keys()
         # The lengths are compared first, so that N workers cost N steps and not N * N.
-        excused = len(self.lost) + len(self.resumed)
+        excused = len(self.lost) + len(self.resumed) + len(self.added)
         if not standing or len(standing) < len(self.required) - excused:
             return []
         if not standing >= self._needed(name, self.after[name][number]):
@@ -374,7 +389,8 @@ class Barriers:
     def _needed(self, name: Name, after: int) -> set[int]:
         """The ranks that have to stand at a barrier of this name that comes after so many rounds."""
         here = self.required - self.lost if name in self.hasty else self.required | self.gone.keys()
-        return {rank for rank in here if self.resumed.get((name[0], rank), -1) < after}
+        first = dict.fromkeys(self.added, math.inf)
+        return {rank for rank in here if self.resumed.get((name[0], rank), first.get(rank, -1)) < after}
 
     def _hopeless_ranks(self, name: Name, after: int, standing: Standing) -> set[int]:
         """The ranks without which a barrier cannot be passed, and that will not come."""
@@ -433,7 +449,7 @@ class Barriers:
 
     def clear(self, required: Iterable[int]) -> None:
         """Forget everything: another job begins."""
-        self.required, self.gone, self.lost = set(required), {}, set()
+        self.required, self.gone, self.lost, self.added = set(required), {}, set(), set()
         self.released.clear()
         self.hasty.clear()
         for kept in (self.open, self.after, self.resumed, self.floating, self.refused):

@@ -154,7 +154,7 @@ class Job:
     def _coordinator(self) -> CheckpointCoordinator:
         settings = self.settings
         return CheckpointCoordinator(
-            settings.workers, settings.servers, settings.limits.checkpoints, self.counts
+            settings.seats_of_workers, settings.servers, settings.limits.checkpoints, self.counts
         )
 
     # --- what follows from a change ---------------------------------------------------------
@@ -190,7 +190,7 @@ class Job:
         if self.settings.replicas:
             self._assign(now)
         if self.phase is Phase.ENDING and not self.seats.has_held_worker:
-            is_well = len(self.seats.workers(State.LEFT)) == self.settings.workers
+            is_well = all(seat.state is State.LEFT or seat.is_vacant for seat in self.seats.workers(*State))
             self._end(EXIT_DONE if is_well else EXIT_LOST, self.reason, now)
             return
         self._tell_if_deserted(now)
@@ -454,13 +454,19 @@ class Job:
             self.barriers.withdraw(seat.node.rank)
 
     def _assemble(self) -> list[RoutedMessage]:
-        required = self.seats.workers(State.EMPTY, State.HELD, State.LOST)
-        gone = self.seats.workers(State.GONE)
+        here = [seat for seat in self.seats.workers(*State) if not seat.is_vacant]
+        required = [seat for seat in here if seat.state in (State.EMPTY, State.HELD, State.LOST)]
         return self.barriers.require(
             [seat.node.rank for seat in required],
-            {seat.node.rank: seat.reason for seat in gone},
+            {seat.node.rank: seat.reason for seat in here if seat.state is State.GONE},
             [seat.node.rank for seat in required if seat.state is State.LOST],
+            [seat.node.rank for seat in here if seat.is_added],
         )
+
+    def add(self, seat: Seat) -> None:
+        """A worker has come to a job that runs: barriers of a store wait for it once it has entered that."""
+        seat.is_added = seat.is_replacement = True
+        self.barriers.begin(seat.node.rank)
 
     def _schedule(self) -> None:
         self.seats.has_new_suspect = False
@@ -476,7 +482,7 @@ class Job:
     # --- the end ----------------------------------------------------------------------------
 
     def _end(self, code: int, reason: str, now: float) -> None:
-        idle = all(seat.was_idle for seat in self.seats.workers(*State))
+        idle = all(seat.was_idle or seat.is_vacant for seat in self.seats.workers(*State))
         if code == EXIT_DONE and self.settings.servers and idle:
             self.note("warning", UNUSED)
         goes_on = self.settings.keep_alive  # else the process that ends says why
@@ -569,14 +575,19 @@ class Job:
         if seat.node.role is Role.WORKER:
             place = (self.places() if places is None else places)[rank]
         master = self.seats.by_node[Node(Role.WORKER, 0)].master
-        sizes = self.settings.workers, self.settings.servers
+        settings, workers = self.settings, self.settings.workers
+        if settings.most_workers:
+            workers = len(self.seats.workers(State.EMPTY, State.HELD, State.LOST))
+        sizes = workers, settings.servers
         replaces = seat.is_replacement and seat.node.role is Role.SERVER
-        follows, replicas = seat.node.role is Role.STANDBY, self.settings.replicas
-        return Welcome(rank, seat.incarnation, *sizes, *place, master, replaces, follows, replicas)
+        follows, replicas = seat.node.role is Role.STANDBY, settings.replicas
+        most = settings.most_workers
+        return Welcome(rank, seat.incarnation, *sizes, *place, master, replaces, follows, replicas, most)
 
     def places(self) -> dict[int, Place]:
         """Return for each worker's rank where it stands among the workers of its host."""
-        seats = self.seats.workers(State.HELD, State.LEFT, State.LOST, State.GONE)
+        states = (State.HELD, State.LOST) + (State.LEFT, State.GONE) * (not self.settings.most_workers)
+        seats = self.seats.workers(*states)
         sizes = Counter(seat.host for seat in seats)
         seen: Counter[str] = Counter()
         places = {}
@@ -587,7 +598,9 @@ class Job:
 
     def _welcome_all(self) -> None:
         """Send the welcomes that are due; a supervisor's waits until all workers are known."""
-        waits = not (self.formed or all(seat.is_taken for seat in self.seats.workers(*State)))
+        waits = not self.formed and any(
+            not (seat.is_taken or seat.is_vacant) for seat in self.seats.workers(*State)
+        )
         due = [
             seat
             for seat in self.seats.by_node.values()

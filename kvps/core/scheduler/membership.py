@@ -57,10 +57,10 @@ class Membership:
         self.issued = 0
         """The newest incarnation; the next is one more."""
         self.by_node: dict[Node, Seat] = {
-            node: Seat(node)
+            node: self._empty(node)
             for role, count in (
                 (Role.SERVER, settings.servers),
-                (Role.WORKER, settings.workers),
+                (Role.WORKER, settings.seats_of_workers),
                 (Role.STANDBY, settings.servers * settings.replicas),
             )
             for node in (Node(role, rank) for rank in range(count))
@@ -71,6 +71,12 @@ class Membership:
         """By the newcomer's route, the keys by which it will speak."""
         self.has_new_suspect = False
         """The result of :meth:`due` may be sooner than it was."""
+
+    def _empty(self, node: Node) -> Seat:
+        """Return a seat as it is when a job begins."""
+        is_worker = node.role is Role.WORKER
+        state = State.VACANT if is_worker and node.rank >= self.settings.workers else State.EMPTY
+        return Seat(node, state, is_open=is_worker and self.settings.most_workers > 0)
 
     # --- taking a seat and coming back to it ----------------------------------------------
 
@@ -113,12 +119,13 @@ class Membership:
         """Empty a seat; its holder is fenced from then on."""
         for link in self.by_node[node].links:
             del self.routes[link]
-        self.by_node[node] = Seat(node)
+        self.by_node[node] = self._empty(node)
 
     def _take(self, route: Route, seat: Seat, hello: Hello, now: float) -> tuple[Seat, bool]:
         is_again = seat.is_asked_again(hello)
         was_replacement = is_again and seat.is_replacement
-        replaces = seat.state is not State.EMPTY and not is_again
+        is_new = seat.state in (State.EMPTY, State.VACANT) or (seat.is_open and seat.state is State.LEFT)
+        replaces = not (is_new or is_again)
         for link in seat.links:
             del self.routes[link]
         self.issued += not is_again
@@ -182,15 +189,15 @@ class Membership:
             free = [seat for seat in mine if seat.is_free_for(hello)]
             if not free:
                 raise ConfigError(
-                    f"the job already has {count} {role}s (--{role}s {count}): start the scheduler "
-                    f"with more {role}s, or start fewer {role}s"
+                    f"the job already has {count} {role}s ({self.settings.size(role)}): start the "
+                    f"scheduler with more {role}s, or start fewer {role}s"
                 )
             return min(free, key=lambda seat: seat.preference(hello))
         seat = self.by_node.get(Node(role, hello.rank))
         if seat is None:
             raise ConfigError(
-                f"there is no {role} {hello.rank}: the job has {count} {role}s (--{role}s "
-                f"{count}), and ranks begin at 0"
+                f"there is no {role} {hello.rank}: the job has {count} {role}s "
+                f"({self.settings.size(role)}), and ranks begin at 0"
             )
         if seat.is_free_for(hello):
             return seat
@@ -333,7 +340,7 @@ class Membership:
 
     def deserted_until(self) -> float | None:
         """When a job without workers ends; None if a worker is present, or if none can return."""
-        lost_at = [seat.lost_at for seat in self.workers(State.LOST)]
+        lost_at = [seat.lost_at for seat in self.workers(State.LOST) if not seat.is_vacant]
         if self.has_held_worker or not lost_at:
             return None
         return max(lost_at) + self.settings.replace_max_s
@@ -348,7 +355,7 @@ class Membership:
 
     def count(self, role: Role) -> int:
         """How many seats ``role`` has."""
-        return self.settings.servers if role is Role.SERVER else self.settings.workers
+        return self.settings.servers if role is Role.SERVER else self.settings.seats_of_workers
 
     def workers(self, *states: State) -> list[Seat]:
         """Return the worker seats in any of these states, by rank."""

@@ -32,17 +32,19 @@ def assess(seats: Mapping[Node, Seat], settings: Settings, formed: bool, now: fl
     """Decide how the job stands, and say why. ``formed``: all seats have been taken once."""
     workers = [seat for seat in seats.values() if seat.node.role is Role.WORKER]
     seats = {node: seat for node, seat in seats.items() if node.role is not Role.STANDBY}
-    absent = [seat for seat in seats.values() if seat.state in (State.LOST, State.GONE)]
-    if all(seat.state is State.LEFT for seat in workers):
-        return Phase.ENDING, f"every worker left ({settings.workers} of {settings.workers})"
+    absent = [seat for seat in seats.values() if seat.state in (State.LOST, State.GONE) and not seat.is_vacant]
+    if all(seat.state is State.LEFT or seat.is_vacant for seat in workers):
+        left = sum([seat.state is State.LEFT for seat in workers])
+        return Phase.ENDING, f"every worker left ({left} of {left})"
     if not formed:
         gone = [seat for seat in absent if seat.state is State.GONE]
         if gone:
             return Phase.ENDING, f"{told(gone)}, and the job had not begun"
-        missing = [seat.node for seat in seats.values() if not seat.is_taken]
+        missing = [seat.node for seat in seats.values() if not (seat.is_taken or seat.is_vacant)]
         if missing:
             return Phase.FORMING, _waiting(missing, settings)
-        return Phase.RUNNING, f"all {len(seats)} seats are taken"
+        taken = sum([seat.is_taken for seat in seats.values()])
+        return Phase.RUNNING, f"all {taken} seats are taken"
     if any(seat.state is State.HELD for seat in workers):
         return Phase.RUNNING, told(absent) if absent else "every member is here"
     absent = [seat for seat in absent if seat.node.role is Role.WORKER]

@@ -17,7 +17,7 @@ import msgpack
 
 from kvps.core.scheduler.barriers import Name, Passed
 from kvps.core.scheduler.membership import Membership
-from kvps.core.scheduler.seat import Settings, State
+from kvps.core.scheduler.seat import Settings, State, range_of
 from kvps.errors import ConfigError, Overload, StorageError
 from kvps.protocol.envelope import Node, Role
 from kvps.protocol.membership import Rendezvous, RendezvousIs
@@ -81,10 +81,11 @@ class RendezvousTable:
 FORMAT = 8
 _NAMES = (
     *("incarnation", "host", "pid", "endpoint", "master", "machine"),
-    *("is_guarded", "is_replacement", "has_said_so", "has_begun", "is_level", "reason"),
+    *("is_guarded", "is_replacement", "has_said_so", "has_begun", "is_level", "is_added", "has_entered"),
+    "reason",
 )
 """Fields of a seat that outlive the process."""
-_TYPES = (int, str, int, str, str, int, bool, bool, bool, bool, bool, str, str, str)
+_TYPES = (int, str, int, str, str, int, *[bool] * 7, str, str, str)
 """The types of these fields, and of the two keys of the seat."""
 
 
@@ -112,7 +113,7 @@ def dump(snapshot: SavedState) -> bytes:
     ]
     passed = [(*name, *last) for name, last in snapshot.passed.items()]
     resumed = [(*place, pushed) for place, pushed in snapshot.resumed.items()]
-    counts = (settings.workers, settings.servers, settings.replicas)
+    counts = (settings.workers, settings.servers, settings.replicas, settings.most_workers)
     head = (FORMAT, counts, snapshot.job, snapshot.number, snapshot.formed, snapshot.seats.issued)
     runs = [(run, *found) for run, found in snapshot.rendezvous.runs.items()]
     rendezvous = (snapshot.rendezvous.issued, runs)
@@ -145,14 +146,13 @@ def load(state: bytes, settings: Settings, now: float) -> SavedState:
         _demand(cuts, (int, int, int, bool, int))
         if version != FORMAT:
             raise StorageError(f"the scheduler's state has format {version}, expected {FORMAT}")
-        _demand(counts, (int, int, int))
-        *sizes, replicas = counts
-        if sizes != [settings.workers, settings.servers]:
+        _demand(counts, (int, int, int, int))
+        workers, servers, replicas, most = counts
+        if (workers, servers, most) != (settings.workers, settings.servers, settings.most_workers):
             raise ConfigError(
-                "the scheduler's state is of a job with {} workers and {} servers, and now there "
-                "are to be {} and {}: start it as before, or with another --state".format(
-                    *sizes, settings.workers, settings.servers
-                )
+                f"the scheduler's state is of a job with {range_of(workers, most)} workers and {servers} "
+                f"servers, and now there are to be {settings.workers_range} and {settings.servers}: start it "
+                "as before, or with another --state"
             )
         if replicas != settings.replicas:
             raise ConfigError(

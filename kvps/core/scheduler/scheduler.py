@@ -246,6 +246,8 @@ class Scheduler:
         else:
             seat, replaces = self.job.seats.take(route, hello, now)
             seat.is_replacement |= replaces and self.job.formed
+            if seat.is_open and self.job.formed:
+                self.job.add(seat)
             verb = "is replaced by" if replaces else "joined:"
             text = f"{seat.node} {verb} {hello.host}:{hello.pid}"
             self.job.note("info", text, member=str(seat.node), host=hello.host)
@@ -492,8 +494,10 @@ class Scheduler:
         if not seat.is_replacement:
             self.job.send(route, p.Resumed(envelope.seq, False, {}))
             return
-        if resume.pushed is not None:
-            self.job.answer(barriers.resume(rank, resume.store, resume.pushed))
+        if resume.pushed is not None or seat.is_added:
+            seat.has_entered = True
+            pushed = -1 if resume.pushed is None else resume.pushed
+            self.job.answer(barriers.resume(rank, resume.store, pushed))
             self.job.has_changed = True
         numbers = barriers.next_numbers(rank, resume.store) if resume.pushed is None else {}
         self.job.send(route, p.Resumed(envelope.seq, True, numbers))

@@ -57,6 +57,13 @@ class State(enum.Enum):
     """It ended otherwise; a replacement may come."""
     GONE = "gone"
     """It ended otherwise, and none will."""
+    VACANT = "vacant"
+    """Nobody waits for a holder: a worker may be added here."""
+
+
+def range_of(workers: int, most: int) -> str:
+    """Return ``N``, or ``N:MAX`` where workers may be added."""
+    return f"{workers}:{most}" if most else str(workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,7 @@ class Settings:
     """The operator's settings of the job."""
 
     workers: int
+    """The job begins with so many."""
     servers: int
     silence_max_s: float = SILENCE_MAX_S
     """A member that says nothing for so long is lost."""
@@ -86,12 +94,38 @@ class Settings:
     """The named limits."""
     replicas: int = 0
     """The number of standbys of each server."""
+    most_workers: int = 0
+    """Workers may be added until there are so many, and may come and go; 0 if none may."""
+
+    @property
+    def seats_of_workers(self) -> int:
+        """How many seats workers have."""
+        return self.most_workers or self.workers
+
+    @property
+    def workers_range(self) -> str:
+        """The number of workers as ``--workers`` has it."""
+        return range_of(self.workers, self.most_workers)
+
+    def size(self, role: Role) -> str:
+        """Return the flag that says how many members of a role the job has."""
+        return f"--servers {self.servers}" if role is Role.SERVER else f"--workers {self.workers_range}"
 
     def __post_init__(self) -> None:
-        seats = self.workers + self.servers * (1 + max(self.replicas, 0))
+        seats = self.seats_of_workers + self.servers * (1 + max(self.replicas, 0))
+        if self.most_workers and self.most_workers < self.workers:
+            raise ConfigError(
+                f"--workers {self.workers_range}: the second number is the most workers that "
+                "the job may have, and cannot be below the first"
+            )
+        if self.most_workers and self.replicas:
+            raise ConfigError(
+                f"--replicas {self.replicas} with --workers {self.workers_range}: the copy of a server does "
+                "not know which added workers take part; use a fixed number of workers, or --replicas 0"
+            )
         if self.workers < 1 or self.servers < 0 or seats > SEATS_MAX:
             raise ConfigError(
-                f"{self.workers} workers and {self.servers} servers: a job has 1 or more workers, "
+                f"{self.seats_of_workers} workers and {self.servers} servers: a job has 1 or more workers, "
                 f"0 or more servers, and at most {SEATS_MAX} in all"
             )
         if self.replicas not in (0, 1):
@@ -142,6 +176,12 @@ class Seat:
     """Its WELCOME has been sent; a supervisor's is held back until all workers are here."""
     is_replacement: bool = False
     """Its holder took the place of another while the job ran."""
+    is_open: bool = False
+    """It is of a worker in a job whose workers come and go."""
+    is_added: bool = False
+    """Its holder came to such a job while it ran."""
+    has_entered: bool = False
+    """That holder takes part in a store, so that it may be missed."""
     keys: tuple[str, str] = ("", "")
     """The session keys of its holder, and of the command that a supervisor runs."""
     has_said_so: bool = False
@@ -188,7 +228,14 @@ class Seat:
 
     def is_free_for(self, hello: Hello) -> bool:
         """Whether a newcomer may take it at once."""
-        return self.state in (State.EMPTY, State.LOST) or self._was(hello)
+        is_left = self.is_open and self.state is State.LEFT
+        return self.state in (State.EMPTY, State.LOST, State.VACANT) or is_left or self._was(hello)
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether it has no holder, and nobody misses one."""
+        is_absent = self.state in (State.LOST, State.GONE)
+        return self.state is State.VACANT or (self.is_added and is_absent and not self.has_entered)
 
     def _was(self, hello: Hello) -> bool:
         """Whether its holder, which no link reaches, sends HELLO again."""
@@ -203,9 +250,10 @@ class Seat:
         is_server = self.node.role is not Role.WORKER and self.endpoint == hello.endpoint
         return is_server and not self.has_begun and self._was(hello)
 
-    def preference(self, hello: Hello) -> tuple[bool, bool, int]:
-        """Sort key of free seats: one's own, then empty, then lost ones, then by rank."""
-        return (not self._was(hello), self.state is State.LOST, self.node.rank)
+    def preference(self, hello: Hello) -> tuple[bool, int, int]:
+        """Sort key of free seats: one's own, then empty, then lost ones, then others, then by rank."""
+        order = {State.EMPTY: 0, State.LOST: 1}.get(self.state, 2)
+        return (not self._was(hello), order, self.node.rank)
 
     def has_proved(self, since: int) -> bool:
         """Whether its holder has answered a challenge that is newer than ``since``.
@@ -243,6 +291,7 @@ class Seat:
         self.software, self.taken_at = shortened(hello.software), now
         self.is_guarded = hello.guardian and self.node.role is Role.WORKER
         self.is_welcomed = self.has_said_so = self.is_replacement = self.has_begun = False
+        self.is_added = self.has_entered = False
         self.heard_at, self.dropped_at, self.reason = now, None, ""
         self.begin_script(now)
         self.has_script = False
@@ -300,6 +349,10 @@ class Seat:
     @property
     def shown_state(self) -> str:
         """Its state as a view shows it."""
+        if self.is_vacant:
+            return State.VACANT.value
+        if self.is_added and self.state is State.HELD:
+            return "added"
         return "level" if self.is_level else self.state.value
 
     def presence(self, now: float) -> str:
@@ -330,7 +383,9 @@ class Seat:
     def check(self, node: Node, links_max: int) -> None:
         """Assert the invariants."""
         assert self.node == node, f"{self.node} sits at {node}"
-        assert (self.state is State.EMPTY) == (self.incarnation == 0), f"{node}: who holds it?"
+        is_unused = self.state in (State.EMPTY, State.VACANT)
+        assert is_unused == (self.incarnation == 0), f"{node}: who holds it?"
+        assert self.is_open or not self.is_added, f"{node} was added"
         assert len(self.links) <= (links_max if self.is_guarded else 1), f"{node}: many links"
         assert self.dropped_at is None or (self.state is State.HELD and not self.links), (
             f"{node} is under suspicion, but it is {self.state.value} with links {self.links}"

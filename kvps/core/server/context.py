@@ -11,6 +11,7 @@ in its session: it is tried again whenever something came into being.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvps.core.effects import Effect, Hold, Route, Send
@@ -121,13 +122,40 @@ class RequestContext:
         view, away = self.member.view, store.joins.away
         known = self._quorums.get(store.name)
         if known is None or view is None or known.view is not view or known.away is not away:
-            known = StoreQuorum.of(self.member.quorum(), store.opened, view, away)
+            known = StoreQuorum.of(self._ranks(store), store.opened, view, away)
             self._quorums[store.name] = known
         return known
 
+    def _ranks(self, store: ServerStore) -> Quorum:
+        quorum = self.member.quorum()
+        return quorum.within(store.entered, store.opened.on_worker_lost) if quorum.late else quorum
+
     def members(self, store: ServerStore) -> frozenset[int]:
         """Return the ranks that a join of a store waits for."""
-        return self.member.quorum().members(store.opened.on_worker_lost if store.ordered else "shrink")
+        return self._ranks(store).members(store.opened.on_worker_lost if store.ordered else "shrink")
+
+    def users(self, store: ServerStore) -> frozenset[int]:
+        """Return the ranks that take part in a store until they close it."""
+        return self._ranks(store).members(store.opened.on_worker_lost)
+
+    def enter(self, store: ServerStore, session: Session) -> None:
+        """Count an added worker in a store from now on: rounds that are open wait for it, and its clock
+        starts at that of the slowest live rank."""
+        rank = session.rank
+        if self.member.quorum().added.get(rank) != session.incarnation:
+            return
+        store.entered[rank] = session.incarnation
+        self._quorums.pop(store.name, None)
+        for chunk in self.chunks.of_store(store.name):
+            for span in chunk.spans:
+                if isinstance(span, FreeSpan):
+                    span.admit(rank, self.quorum(store).live)
+
+    def forget_left(self, left: Iterable[int]) -> None:
+        """Note that these ranks have no holder that any store waits for."""
+        for store in self.stores.values():
+            for rank in store.entered.keys() & left:
+                del store.entered[rank]
 
     # --- sessions ---------------------------------------------------------------------------
 
@@ -163,7 +191,7 @@ class RequestContext:
                 f"{self.me} serves job {job.hex()[:8]}, not {envelope.job.hex()[:8]}; this is "
                 "the address of another cluster"
             )
-        places = {Role.WORKER: welcome.workers, Role.SERVER: welcome.servers}
+        places = {Role.WORKER: welcome.seats, Role.SERVER: welcome.servers}
         if envelope.rank >= places.get(envelope.role, 0):
             raise ProtocolError(
                 f"there is no {envelope.role} {envelope.rank} of this job that may talk to {self.me}"

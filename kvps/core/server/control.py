@@ -449,8 +449,7 @@ class Control:
         """Return the ranks that have not closed a store."""
         known = self._ended.of(store.name)
         assert known is not None, "it began with the store"
-        members = self._context.member.quorum().members(store.opened.on_worker_lost)
-        return members - known.closed.keys()
+        return self._context.users(store) - known.closed.keys()
 
     def _has_ended(self, store: ServerStore) -> bool:
         return not self._users(store)

@@ -46,6 +46,8 @@ TELL_NORMS_EVERY_S = 1.0
 LOOK_EVERY_S = 5.0
 TELL_AFTER_S = 1.0
 """Seconds that a round must have been open for the scheduler to be told of it."""
+FREE = frozenset(("left", "vacant"))
+"""The states of seats that a worker may be added to."""
 ANSWERS = frozenset((p.Welcome, p.Error))
 """The messages of other servers that answer one of ours."""
 EXIT_TORN = 1
@@ -296,7 +298,7 @@ class Server(Core):
     def _reset(self, lives: dict[int, int], *, replaces: bool = False) -> None:
         """Drop all stores and sessions; ``lives`` are the workers' incarnations."""
         seat = self.member.seat
-        self._make_parts(seat.rank, seat.servers, seat.workers, lives, replaces=replaces)
+        self._make_parts(seat.rank, seat.servers, seat.seats, lives, replaces=replaces)
 
     def _make_parts(
         self, server: int, servers: int, workers: int, lives: dict[int, int], *, replaces: bool = False
@@ -355,6 +357,9 @@ class Server(Core):
                     key = self.member.key_of(Node(Role.SERVER, member.rank))
                     self._outbox.append(Connect(name, member.endpoint, None, key, bool(key)))
                     self.member.greet(name)
+        self.context.forget_left(
+            [member.rank for member in view.members if member.role == Role.WORKER and member.state in FREE]
+        )
         self.control.retry_pending()
         early, self._early = self._early, {}
         for route, envelope, message in early.values():
@@ -453,7 +458,9 @@ class Server(Core):
             case p.Join():
                 control.join(session, seq, message)
             case p.Return():
-                control.end_join(context.store(message.store), message.call)
+                store = context.store(message.store)
+                control.end_join(store, message.call)
+                context.enter(store, session)
                 context.send(session, p.Done(seq))
             case p.Revive():
                 self._on_revive(session, seq, message)

@@ -107,6 +107,8 @@ class ServerStore:
         self.refusals = RefusedCalls()
         """Errors of rank 0, or of the creator of keys, kept as the answer for all."""
         self.joins = JoinTracker()
+        self.entered: dict[int, int] = {}
+        """Rank of a worker that was added and takes part -> its incarnation."""
         self.restored = 0
         """The cut that it was last restored from; 0 for none."""
         self._slabs: dict[str, Slab] = {}

@@ -211,7 +211,7 @@ class CallTable:
                 continue
             if isinstance(request.message, PUSHES):
                 unacked[request] = None
-                pending.has_pushed = True
+                pending.has_pushed = pending.has_pushed or is_push  # a push of nothing is none
             if isinstance(request.message, p.Join | p.Return) and request.server == JOIN_SERVER:
                 self.neighbours.tell(request.message)
             if self.neighbours.is_active and self.neighbours.collect(store, request):

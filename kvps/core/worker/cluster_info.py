@@ -21,13 +21,17 @@ class ClusterInfo:
     rank: int
     """The rank of this worker."""
     workers: int = 0
-    """Number of workers in the job; 0 until this worker has joined."""
+    """Number of workers in the job, now where they come and go; 0 until this worker has joined."""
     servers: int = 0
     """Number of servers in the job; 0 until this worker has joined."""
     members: tuple[Member, ...] = ()
     """The seats of the newest view."""
     joins: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Store -> number of joins that are over, as far as this worker knows."""
+    most: int = 0
+    """The most workers that the job may come to have; 0 where no worker comes or goes."""
+    is_added: bool = False
+    """This worker came to a job that ran."""
 
     def incarnation(self, rank: int) -> int:
         """Return the incarnation of the present or last holder of a worker's seat; 0 if it had none."""

@@ -6,21 +6,24 @@ back has none. The third gate is :class:`~kvps.core.worker.quiesce.Quiesce`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvps.core.effects import Finish, Outbox
 from kvps.core.membership_client import MembershipClient
-from kvps.core.worker.calls.base import Call
-from kvps.core.worker.calls.collective import Flush
+from kvps.core.worker.calls.base import Call, PushCall
+from kvps.core.worker.calls.collective import Flush, JoinStore
 from kvps.core.worker.calls.keys import OpenStore
+from kvps.core.worker.calls.resume import ResumeKeys, TakePlace
 from kvps.core.worker.connection import Connection
 from kvps.core.worker.failure_policy import FailurePolicy
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import ConfigError, EpochChanged, KvpsError
 from kvps.phrases import some_of
 
+ENTERING = (PushCall, JoinStore, ResumeKeys, TakePlace)
+"""The calls with which an added worker begins to take part."""
 NAMED_MAX = 3
 """Most keys that the text names."""
 
@@ -181,6 +184,39 @@ class Resyncing:
     def held(self) -> Iterator[list[DeferredCall]]:
         """Yield the lists of calls that wait."""
         return (resync.held for resync in self.rejoins.values())
+
+
+class Entering:
+    """The gate of stores in which an added worker takes no part yet: some calls wait for its entry.
+
+    Until then no round waits for this worker. Calls that come while it enters wait behind the first.
+
+    Args:
+        resyncing: holds the calls that wait.
+        enter: has a store entered.
+    """
+
+    def __init__(self, resyncing: Resyncing, enter: Callable[[str, float], None]) -> None:
+        self._resyncing, self._enter = resyncing, enter
+        self._outside: set[str] = set()
+
+    def look(self, stores: Mapping[str, WorkerStore]) -> None:
+        """Take in which stores there are, and whether this worker takes part in each."""
+        self._outside = {name for name, store in stores.items() if not store.has_entered}
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether it may stop a call."""
+        return bool(self._outside)
+
+    def stops(self, deferred: DeferredCall, now: float) -> bool:
+        """Whether a call waits for the entry into its store."""
+        name = deferred.call.store
+        if name not in self._outside or not isinstance(deferred.call, ENTERING):
+            return False
+        self._resyncing.rejoins[name] = StoreResync({}, 0, held=[deferred])
+        self._enter(name, now)
+        return True
 
 
 def epoch_changed(store: WorkerStore, epoch: int, resync: StoreResync) -> EpochChanged:

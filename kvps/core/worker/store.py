@@ -80,13 +80,19 @@ class WorkerStore:
     joins_told: int = -1
     """The number that the threads of the script have been told."""
     is_away: bool = False
-    """This rank has joined, and not all others have."""
+    """This rank has joined, and not all others have; or it was added, and takes no part yet."""
+    is_added: bool = False
+    """This rank came to a job that ran."""
+    has_entered: bool = True
+    """It takes part; of a rank that was added, no round waits for it before."""
     barriers: dict[str, int] = field(default_factory=dict)
     """Name -> number of the next barrier; without names at which a resumed rank did not stand yet."""
     attempts: Attempts = field(default_factory=Attempts)
     """Counts of refusals of calls that all ranks make: of keys, the optimizer, its rate, barriers."""
     feedback: ErrorFeedback = field(default_factory=ErrorFeedback)
     traffic: Traffic = field(default_factory=Traffic)
+    begun: set[str] = field(default_factory=set)
+    """The keys that this rank has begun to push, if it was added."""
     name: str = field(init=False)
     """The store's name, the same on every rank."""
     ordered: bool = field(init=False)
@@ -105,6 +111,12 @@ class WorkerStore:
     def __post_init__(self) -> None:
         self.name, self.ordered = self.opened.store, self.opened.mode == "sync"
         self.skips_rounds = self.opened.quorum > 0
+        self.is_away, self.has_entered = self.is_added, not self.is_added
+
+    @property
+    def begins_alike(self) -> bool:
+        """Whether this rank was added, and begins with one round on all parts of its keys."""
+        return self.is_added and self.has_entered and self.ordered and not self.skips_rounds
 
     @property
     def label(self) -> str:
@@ -247,7 +259,9 @@ class WorkerStore:
         self.optimized = self.rated = NONE
         self.broadcasts = self.joins = 0
         self.joins_told = -1
-        self.is_resumed = self.is_replaying = self.is_away = self.was_pushed_to = False
+        self.begun.clear()
+        self.is_resumed = self.is_replaying = self.was_pushed_to = False
+        self.is_away, self.has_entered = self.is_added, not self.is_added
 
     def parts(self, key: str, spec: Spec) -> tuple[Part, ...]:
         """Return which elements of a key belong on which server."""
@@ -260,7 +274,7 @@ class WorkerStore:
             if key is None or key.spec != spec:
                 # While a rank was away, the others may have pushed what it sees for the first time;
                 # and what comes from a checkpoint was pushed to before.
-                is_old = self.restored > 0 or (self.ordered and self.joins > 0)
+                is_old = self.restored > 0 or (self.ordered and self.joins > 0) or self.is_added
                 self.keys[name] = key = Key(name, spec, is_refused=is_old)
             key.pieces = tuple(pieces)
             self.feedback.forget([name])

@@ -27,7 +27,7 @@ from kvps.core.worker.closed_stores import ClosedStores
 from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.connection import Connection, route_of
 from kvps.core.worker.failure_policy import FailurePolicy
-from kvps.core.worker.gate import DeferredCall, Gates, Lost, Resyncing, epoch_changed
+from kvps.core.worker.gate import DeferredCall, Entering, Gates, Lost, Resyncing, epoch_changed
 from kvps.core.worker.quiesce import Quiesce
 from kvps.core.worker.rebuild import ServerReturns, keep_values
 from kvps.core.worker.store import WorkerStore, of_beat
@@ -44,6 +44,8 @@ from kvps.errors import ConfigError, Fenced, KvpsError, ServerLost, Timeout, Wor
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
 from kvps.tensors import PRIVATE, Memory
 
+PRESENT = ("held", "added", "empty", "lost")
+"""The states of seats that count as workers in a job whose workers come and go."""
 ANSWERS = (p.Released, p.Resumed, p.Checkpointed, p.Probed)
 """Answers of the scheduler to requests of calls."""
 
@@ -71,7 +73,8 @@ class Worker(Core):
         self._quiesce = Quiesce(self.stores)
         self._resyncing = Resyncing(self.stores, self.outbox)
         lost = Lost(self.member, self.table.links, self.losses, self.stores, self.outbox)
-        self._gates = Gates(lost, self._resyncing, self._quiesce)
+        self._entering = Entering(self._resyncing, self._enter)
+        self._gates = Gates(lost, self._resyncing, self._entering, self._quiesce)
         self._gates.look()
         self._since = 0
         """The number of the view in which that epoch began: what was said before is over."""
@@ -145,11 +148,18 @@ class Worker(Core):
             call.timeout_s,
             self._memory,
             bool(self.losses.workers),
+            is_added=self.info.is_added,
         )
+        self._look_at_stores()
         if call.opened.rebuilds:
             keep_values(self.stores[name])
         if self._quiesce.is_on and self.stores[name].ordered:
             self._break_off(now)
+
+    def _look_at_stores(self) -> None:
+        """Take in that there are other stores, or that one was entered."""
+        self._entering.look(self.stores)
+        self._gates.look()
 
     def on_script(self, tickets: tuple[int, ...], now: float) -> None:
         """The whole script waits in these calls; in none, if some thread of it does not wait."""
@@ -175,7 +185,7 @@ class Worker(Core):
             self.table.forget(name, error, now)
             store = self.stores.pop(name)
             self._resyncing.forget(name)
-            self._gates.look()
+            self._look_at_stores()
             self._closed.close(name, store.opened.life, store.servers)
             self._tell_closed(now)
 
@@ -407,9 +417,13 @@ class Worker(Core):
         welcome, view = self.member.welcome, self.member.view
         if welcome is not None:
             members = () if view is None else view.members
-            self.info = ClusterInfo(
-                self.member.rank, welcome.workers, welcome.servers, members, self.info.joins
-            )
+            count, is_added = welcome.workers, self.info.is_added
+            if welcome.most and members:
+                workers = [member for member in members if member.role == Role.WORKER]
+                count = sum([member.state in PRESENT for member in workers])
+                is_added = is_added or workers[self.member.rank].state == "added"
+            joins, most = self.info.joins, welcome.most
+            self.info = ClusterInfo(self.member.rank, count, welcome.servers, members, joins, most, is_added)
 
     def _publish_joins(self, store: WorkerStore) -> None:
         """Let other threads know how many joins of ``store`` are over, before a call of it ends."""
@@ -571,10 +585,16 @@ class Worker(Core):
             self.table.begin(self._own_tickets, call, math.inf, now, on_end)
         self._make(held, now)
 
+    def _enter(self, name: str, now: float) -> None:
+        """Take part in a store from now on."""
+        self._own_tickets -= 1
+        on_end = partial(self._rejoined, name)
+        self.table.begin(self._own_tickets, calls.EnterStore(name), math.inf, now, on_end)
+
     def _rejoined(self, name: str, value: object, error: KvpsError | None, now: float) -> None:
         """A store has entered the epoch, or cannot: resume the calls that wait."""
         resync = self._resyncing.rejoins.pop(name)
-        self._gates.look()
+        self._look_at_stores()
         if error is None and not resync.before:
             self._make(resync.held, now)
             return

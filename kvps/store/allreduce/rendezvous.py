@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from kvps import config
 from kvps.errors import ConfigError, Timeout
-from kvps.phrases import ranks_in_words
+from kvps.phrases import COMING, ranks_in_words
 from kvps.runtime.current import current
 
 log = logging.getLogger("kvps")
@@ -95,6 +95,11 @@ class Ranks:
             Timeout: if the process of rank 0 cannot be reached.
         """
         cluster = current()
+        if config.most_workers() if cluster is None else cluster.most_workers:
+            raise ConfigError(
+                f"an allreduce store meets all ranks once, and {COMING}: use dist_sync, or start the job "
+                "with a fixed number of workers"
+            )
         if cluster is not None:
             session = cluster.session()
             session.join(timeout_s)

@@ -35,7 +35,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers  # torch has no do
 from kvps import config
 from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import ConfigError, KvpsError, WorkerLost
-from kvps.phrases import ranks_in_words
+from kvps.phrases import COMING, ranks_in_words
 from kvps.runtime import process
 from kvps.runtime.current import current
 from kvps.runtime.device import kind
@@ -123,6 +123,11 @@ def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
     size = int(given["world_size"]) if "world_size" in given else config.whole("WORLD_SIZE")
     session = _join(rank, size, timeout_s)
     workers = session.info.workers
+    if session.info.most:
+        raise ConfigError(
+            f"a process group has the ranks that it began with, and {COMING}: use kvps.torch."
+            "DistributedOptimizer or kvps.Trainer, or start the job with a fixed number of workers"
+        )
     if workers == 1:
         return HashStore(), session.rank, 1
     scheduler = session.scheduler

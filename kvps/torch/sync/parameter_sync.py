@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 
+from kvps.core.membership_client import EXIT_CONFIG
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.errors import ConfigError, EpochChanged, Mismatch
 from kvps.store.base import KVStoreBase, Store
@@ -99,6 +100,13 @@ class ParameterSync:
         for tensor, value in zip(tensors.values(), values, strict=True):
             if value.dtype != tensor.dtype:
                 tensor.detach().copy_(value.view(tensor.dtype).view(tensor.shape))
+        if self.steps.is_added and hyper is None:
+            error = ConfigError(
+                "this worker was added to a job that runs, and with update_on_kvstore=False only the other "
+                "workers have the weights and the state of the optimizer: use update_on_kvstore=True"
+            )
+            error.exit_code = EXIT_CONFIG
+            raise error
         if self.steps.is_behind and hyper is None:
             refuse(
                 "with update_on_kvstore=False, only the other workers have the weights",

@@ -87,6 +87,12 @@ class Steps:
         of the others."""
         return any(isinstance(kv, KVStore) and kv.catch_up is not None for kv in self._stores)
 
+    @property
+    def is_added(self) -> bool:
+        """Whether this worker came to a job that ran, and that has made a step."""
+        is_added = any(isinstance(kv, DistStore) and kv.session.info.is_added for kv in self._stores)
+        return is_added and self.made > 0
+
     def run(self, front: object, *given: object) -> None:
         """Make the next step of ``front``, or pass over it."""
         self._run(front, *given)

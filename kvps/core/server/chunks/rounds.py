@@ -395,6 +395,13 @@ class FreeSpan(Span):
             own = self.pushed[rank] - self.clock_from.get(rank, 0)
             self.head_start[rank] = max(0, min(others) - own)
 
+    def admit(self, rank: int, live: frozenset[int]) -> None:
+        """Let the clock of ``rank``, which was added, start at the slowest live rank's: all begin there."""
+        least = min([self._clock(other) for other in live - {rank} if self.pushed.get(other)], default=0)
+        self.clock_from = {other: self.clock_from.get(other, 0) + least for other in self.pushed}
+        self.clock_from[rank] = self.pushed.get(rank, 0)
+        self.head_start.pop(rank, None)
+
     def level(self) -> None:
         """Let the clocks of all ranks start anew, at 0: a rank that ran out of data early owes
         nobody a push."""

@@ -22,6 +22,7 @@ from typing import ClassVar, TypeVar, dataclass_transform
 
 import torch
 
+from kvps.core.worker.calls.beginning import EmptyPush, begin_alike, push_nothing
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import AwaitAcks, Step, Steps, read_versions
 from kvps.core.worker.plan import ANY, ChunkSlice, Key, Priority, Rows, TransferPlan, alike
@@ -114,9 +115,11 @@ def bulk(
 
 
 def number_push(
-    store: WorkerStore, names: tuple[str, ...]
+    store: WorkerStore, names: tuple[str, ...], empty: EmptyPush | None = None
 ) -> Generator[Step, list[Packet], tuple[TransferPlan, list[int], list[int]]]:
     """Number a push of ``names``, and wait until the window has room for it.
+
+    ``empty`` as in :func:`numbered`.
 
     Returns:
         The plan of the keys, and for each the number of this push and that after the one before it. If its
@@ -130,7 +133,7 @@ def number_push(
     plan = store.plans.get(names) or store.plan(names)
     for key in plan.keys:
         if key.is_refused:
-            yield from numbered(store, names)
+            yield from numbered(store, names, empty)
             break
     numbers: list[int] = []
     sinces: list[int] = []
@@ -178,18 +181,27 @@ def _demand_presence(store: WorkerStore) -> None:
         )
 
 
-def numbered(store: WorkerStore, names: tuple[str, ...]) -> Generator[Step, list[Packet], TransferPlan]:
+def numbered(
+    store: WorkerStore, names: tuple[str, ...], empty: EmptyPush | None = None
+) -> Generator[Step, list[Packet], TransferPlan]:
     """Return the plan of ``names``, whose push numbers can be relied on.
 
-    The number of a push that was refused is free again, so it has to be asked which are owed.
+    The number of a push that was refused is free again, so it has to be asked which are owed. ``empty`` makes
+    pushes of nothing, by which an added rank begins with one round everywhere; None for those of whole keys.
     """
     plan = store.plans.get(names) or store.plan(names)
     if any(key.is_refused for key in plan.keys):
         read = yield from read_versions(store, plan, ANY, ANY)
-        for key, parts in zip(plan.keys, read.by_key(), strict=True):
+        found = read.by_key()
+        begun: dict[str, int] = {}
+        if store.begins_alike:
+            begun = yield from begin_alike(store, plan, found, empty or push_nothing)
+        for key, parts in zip(plan.keys, found, strict=True):
             if key.is_refused:  # and no other call has asked meanwhile
-                key.is_refused, key.since = False, 0
-                key.number = min((owed for _, owed in parts.values()), default=0)
+                # Of a rank that takes no part yet, rounds close until it does.
+                key.is_refused, key.since = not store.has_entered, 0
+                owed = min((owed for _, owed in parts.values()), default=0)
+                key.number = begun.get(key.name, owed)
     return plan
 
 

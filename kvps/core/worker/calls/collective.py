@@ -57,7 +57,8 @@ def barrier(
         return True
     waits, after = store.waits_for_lost, store.pushed
     code, text = (0, "") if failure is None else (failure.code, str(failure)[:TEXT_MAX])
-    is_lost = store.is_resumed and store.ordered and title not in (BROADCAST, SAME)
+    own = (SAME,) if store.is_added else (BROADCAST, SAME)
+    is_lost = store.is_resumed and store.ordered and title not in own
     if is_lost and title not in store.barriers:
         (answer,) = yield [
             Request(None, p.Barrier(store.label, title, 0, waits, after, True, what, code, text))

@@ -328,29 +328,35 @@ def lookup(
     store: WorkerStore, names: tuple[str, ...]
 ) -> Generator[Step, list[Packet], dict[str, Spec | None]]:
     """Learn the specs and places of ``names`` from the servers that answer for them."""
+    found = yield from find(store, [name for name in names if name not in store.keys])
+    specs = [(name, spec) for name, (spec, _) in found.items()]
+    declared = yield from _declare(store, specs, [0] * len(specs), create=False)
+    store.place((name, spec, held) for (name, spec), held in zip(specs, declared.placed, strict=True))
+    for name, (_, call) in found.items():
+        store.keys[name].broadcasts = call
+    return {name: store.keys[name].spec if name in store.keys else None for name in names}
+
+
+def find(
+    store: WorkerStore, names: Iterable[str]
+) -> Generator[Step, list[Packet], dict[str, tuple[Spec, int]]]:
+    """Return the specs of ``names``, and how often each was broadcast, as far as the servers have them."""
     by_home: dict[int, list[str]] = {}
     for name in names:
-        if name not in store.keys:
-            by_home.setdefault(home(name, store.servers), []).append(name)
+        by_home.setdefault(home(name, store.servers), []).append(name)
     batches = [
         (server, tuple(batch[begin : begin + ENTRIES_MAX]))
         for server, batch in sorted(by_home.items())
         for begin in range(0, len(batch), ENTRIES_MAX)
     ]
     answers = yield [Request(server, p.Find(store.name, batch)) for server, batch in batches]
-    specs: list[tuple[str, Spec]] = []
-    made: dict[str, int] = {}
+    known: dict[str, tuple[Spec, int]] = {}
     for (_, batch), answer in zip(batches, answers, strict=True):
         assert isinstance(answer.message, p.FoundAll)
         for name, found in zip(batch, answer.message.found, strict=True):
             if found.dtype:
-                specs.append((name, Spec(BY_ID[found.dtype].name, found.shape)))
-                made[name] = found.call
-    declared = yield from _declare(store, specs, [0] * len(specs), create=False)
-    store.place((name, spec, held) for (name, spec), held in zip(specs, declared.placed, strict=True))
-    for name, call in made.items():
-        store.keys[name].broadcasts = call
-    return {name: store.keys[name].spec if name in store.keys else None for name in names}
+                known[name] = Spec(BY_ID[found.dtype].name, found.shape), found.call
+    return known
 
 
 @frozen

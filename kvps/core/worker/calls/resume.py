@@ -17,9 +17,9 @@ from collections.abc import Generator
 from typing import NamedTuple
 
 from kvps import protocol as p
-from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, frozen
+from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, frozen, numbered
 from kvps.core.worker.calls.collective import BROADCAST
-from kvps.core.worker.calls.keys import lookup
+from kvps.core.worker.calls.keys import find, lookup
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import AwaitAcks, Step, Steps, read_versions
 from kvps.core.worker.plan import ANY
@@ -74,6 +74,26 @@ class TakePlace(Call):
 
 
 @frozen
+class EnterStore(Call):
+    """Take part in a store from now on: rounds that are open wait for this rank, and so do barriers.
+
+    The core makes it itself, before the first call of an added worker for which that matters.
+    """
+
+    title = "the entry into a store"
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield store.everywhere(p.Return(store.name, 0))
+        store.has_entered, store.is_away = True, False
+        store.barriers.pop(BROADCAST, None)
+        found = yield from find(store, tuple(store.keys))
+        for name, (_, call) in found.items():
+            store.keys[name].broadcasts = call
+        yield from _history(store, Place(0, 0), replays=False)
+        return None
+
+
+@frozen
 class PassOver(Call):
     """The script has passed over a step; the workers that wait for this one may hear of it."""
 
@@ -104,7 +124,13 @@ def _take_place(
 ) -> Generator[Step, list[Packet], Place]:
     yield AwaitAcks()
     specs = yield from lookup(store, names)
-    plan = store.plan(tuple(name for name in names if specs[name] is not None))
+    known = tuple(name for name in names if specs[name] is not None)
+    if store.is_added:
+        yield from numbered(store, known)
+        starts = [store.keys[name].number if specs[name] is not None else 0 for name in names]
+        begun = Place(min(starts, default=0), max(starts, default=0))
+        return (yield from _history(store, begun, replays))
+    plan = store.plan(known)
     # Who knows what it owes has to hold the values before: a lost server may be made again from them.
     read = yield from read_versions(store, plan, ANY, ANY, keeps=True)
     numbers = [owed for parts in read.by_key() for _, owed in parts.values()]
@@ -130,18 +156,22 @@ def _history(store: WorkerStore, place: Place, replays: bool) -> Generator[Step,
     own = store.optimized, store.rated
     yield from inherit(store)
     place = place._replace(is_replacement=True, joins=store.joins, restored=store.restored)
-    if store.pushes == 0 and store.joins == 0 and not store.is_away:
+    is_first = store.pushes == 0 and store.joins == 0 and not store.is_away
+    if is_first and not store.is_added:
         store.optimized, store.rated = own
         return place
-    store.is_resumed, store.is_replaying = True, replays
+    store.is_resumed, store.is_replaying = True, replays and not store.is_added
     if store.rated.number > 0 and max(store.rated.after, store.optimized.after) < store.pushed:
         place = place._replace(rate=store.rate)
     if replays and not store.ordered:
         return place  # its barriers are those of its predecessor, from the first on
     met = {name: store.barriers[name] for name in (BROADCAST,) if name in store.barriers}
+    if store.is_added:
+        place = place._replace(is_replacement=False)
     # A name mostly stands for one moment: a rank that is not sure whether its predecessor stood there stands
     # there again, and passes if it did. Barriers without a name are counted.
-    again = {name: number - bool(name) for name, number in resumed.barriers.items()}
+    back = not store.is_added
+    again = {name: number - (back and bool(name)) for name, number in resumed.barriers.items()}
     store.barriers = again | met
     return place
 

@@ -31,6 +31,7 @@ from kvps.core.worker.calls.base import (
     number_push,
     numbered,
 )
+from kvps.core.worker.calls.beginning import push_no_rows
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step, settle_reads
 from kvps.core.worker.plan import ANY, Key, Priority, make, of_key
@@ -69,7 +70,7 @@ class PushKeyRows(PushCall):
             key = store.key(name)
             for _, ids, _ in _split(ranges(key), values[3 * index]):
                 _demand_room(key, len(ids))
-        plan, numbers, _ = yield from number_push(store, self.keys)
+        plan, numbers, _ = yield from number_push(store, self.keys, push_no_rows)
         requests: list[Request] = []
         try:
             for index, (key, number) in enumerate(zip(plan.keys, numbers, strict=True)):

@@ -94,7 +94,7 @@ def test_refuses_fields_of_other_types() -> None:
     ):
         with pytest.raises(StorageError, match="cannot be read"):
             load(msgpack.packb([head, seats, *others, rendezvous]), Settings(2, 1), 0.0)
-    for counts in ([2], [2, 1], [2, 1, 0, 0], ["2", "1", "0"], {}):
+    for counts in ([2], [2, 1], [2, 1, 0], [2, 1, 0, 0, 0], ["2", "1", "0", 0], {}):
         with pytest.raises(StorageError, match="cannot be read"):
             load(msgpack.packb([[head[0], counts, *head[2:]], seats, *rest]), Settings(2, 1), 0.0)
     seats[0][4] = 7  # a host

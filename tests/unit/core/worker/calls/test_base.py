@@ -36,6 +36,7 @@ EVERY: list[tuple[Call, str, OnTimeout]] = [
     (calls.ResumeKeys("kv", ()), "resume()", RETRY),
     (calls.TakePlace("kv", ()), "resume()", RETRY),
     (calls.EndReplay("kv"), "the end of a replay", RETRY),
+    (calls.EnterStore("kv"), "the entry into a store", CONTINUE),
     (calls.PassOver("kv"), "a step of a replay", RETRY),
     (calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})), "set_optimizer()", RESUME),
     (calls.SetRate("kv", 0.1), "set_learning_rate()", RESUME),

@@ -1,0 +1,127 @@
+"""Workers that come to a job while it trains, and leave it, as processes: each push counts once, in whole rounds."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvps
+from tests.integration.added_worker import DIGITS
+from tests.integration.processes import Cluster, Process, Processes, until
+
+WORKER = Path(__file__).with_name("added_worker.py")
+NAMES = ("first", "second", "third", "fourth")
+
+
+class Job:
+    """A job of two workers, to which others may be added; the first trains until it is told to end."""
+
+    def __init__(self, processes: Processes, policy: str = "wait", workers: str = "2:3") -> None:
+        self.processes, self.policy = processes, policy
+        self.cluster: Cluster = processes.scheduler(workers, 2, "--state", processes.folder / "state")
+        for _ in range(2):
+            self.cluster.server()
+        self.first, self.second = self.worker("first"), self.worker("second", 300)
+        self.until("first-trains")
+
+    def worker(self, name: str, steps: int = 0) -> Process:
+        return self.cluster.worker(sys.executable, WORKER, name, steps, self.policy, self.processes.folder)
+
+    def until(self, name: str) -> None:
+        until(lambda: (self.processes.folder / name).exists(), name)
+
+    def end(self) -> None:
+        (self.processes.folder / "last").touch()
+        assert self.first.wait() == 0, self.first
+        assert self.cluster.process.wait() == 0, self.cluster.process
+        self.processes.check_nothing_left()
+
+
+def told(worker: Process) -> dict[str, int]:
+    """Return what a worker has printed at its end."""
+    line = (
+        r"is rank (?P<rank>\d+) of (?P<of>\d+), began at (?P<begun>\d+), made (?P<made>\d+), saw (?P<saw>\d+)"
+    )
+    found = re.search(line, worker.out)
+    assert found is not None, worker
+    return {name: int(text) for name, text in found.groupdict().items()}
+
+
+def counts(value: int) -> dict[str, int]:
+    """Return how many pushes of each worker a value has."""
+    return {name: value // DIGITS**at % DIGITS for at, name in enumerate(NAMES)}
+
+
+def test_workers_come_and_leave_and_all_their_pushes_count(processes: Processes) -> None:
+    job = Job(processes)
+    third = job.worker("third", 200)
+    assert third.wait() == 0, third
+    assert job.second.wait() == 0, job.second
+    fourth = job.worker("fourth", 50)
+    assert fourth.wait() == 0, fourth
+    job.end()
+    assert [told(one)["rank"] for one in (job.second, third)] == [1, 2]
+    assert told(fourth)["rank"] == 1
+    assert 0 < told(third)["begun"] < told(fourth)["begun"]
+    last = told(job.first)
+    assert counts(last["saw"]) == {"first": last["made"], "second": 300, "third": 200, "fourth": 50}
+    assert last["of"] == 1
+
+
+def test_worker_too_many_is_refused(processes: Processes) -> None:
+    job = Job(processes)
+    third = job.worker("third")
+    job.until("third-trains")
+    fourth = job.worker("fourth")
+    assert fourth.wait() == 78, fourth
+    assert "the job already has 3 workers (--workers 2:3)" in fourth.err
+    assert job.second.wait() == 0, job.second
+    job.end()
+    assert third.wait() == 0, third
+
+
+@pytest.mark.parametrize("policy", ["shrink", "wait", "fail"])
+def test_an_added_worker_that_is_killed_is_lost_like_any_other(processes: Processes, policy: str) -> None:
+    job = Job(processes, policy)
+    (processes.folder / "third-dies").touch()
+    third = job.worker("third")
+    assert third.wait() == 137, third
+    if policy == "fail":
+        assert job.first.wait() == 1, job.first
+        assert "WorkerLost" in job.first.err
+        assert job.second.wait() == 1, job.second
+        assert job.cluster.process.wait(60.0) == 1, job.cluster.process
+        return
+    fourth = job.worker("fourth", 50)
+    assert fourth.wait() == 0, fourth
+    assert told(fourth)["rank"] == 2
+    assert job.second.wait() == 0, job.second
+    job.end()
+    last = told(job.first)
+    assert counts(last["saw"]) == {"first": last["made"], "second": 300, "third": 3, "fourth": 50}
+
+
+def test_launched_job_says_how_to_add_a_worker(processes: Processes) -> None:
+    command = (sys.executable, WORKER, "first", 0, "wait", processes.folder)
+    job = processes.kvps("launch", "-n", "1:2", "-s", 1, "--log-level", "info", "--", *command)
+    line = job.expect(r"to add a worker, of 2 at most: kvps-worker (.*) -- (.*)")
+    until(lambda: (processes.folder / "first-trains").exists(), "training")
+    words = [one.replace("first", "second") for one in line.group(2).split()]
+    words[words.index("second") + 1] = "100"
+    second = processes.kvps("worker", *line.group(1).split(), "--", *words)
+    assert second.wait() == 0, second
+    (processes.folder / "last").touch()
+    assert job.wait() == 0, job
+    assert counts(told(job)["saw"]) == {"first": told(job)["made"], "second": 100, "third": 0, "fourth": 0}
+
+
+@pytest.mark.parametrize(
+    "store", [{"store": "allreduce"}, {"store": "dist_sync", "on_server_lost": "rebuild"}]
+)
+def test_stores_that_need_the_first_workers_say_so(store: dict[str, str]) -> None:
+    with (
+        kvps.LocalCluster(workers=1, servers=1, most_workers=2) as cluster,
+        pytest.raises(kvps.ConfigError, match="the workers of this job come and go"),
+    ):
+        cluster.run(lambda _: kvps.create(**store))

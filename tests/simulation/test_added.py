@@ -1,0 +1,99 @@
+"""Workers that are added to a job, and workers that leave it: each push counts once, and nobody waits for ever.
+
+Each worker pushes a one of its own, so the value says how many pushes of each worker it has.
+"""
+
+import random
+
+import pytest
+import torch
+
+from kvps.errors import KvpsError
+from tests.simulation.cluster import Cluster, Script, Store
+from tests.simulation.training import SEEDS, faults_of
+
+WORKERS_MAX = 8
+
+
+def own(number: int, size: int) -> torch.Tensor:
+    """Return what worker ``number`` pushes: ones at its elements."""
+    value = torch.zeros(size, dtype=torch.float64)
+    value[number::WORKERS_MAX] = 1.0
+    return value
+
+
+def counted(value: torch.Tensor, number: int) -> set[float]:
+    """Return how many pushes of a worker each of its elements has."""
+    return set(value[number::WORKERS_MAX].tolist())
+
+
+def come_and_go(kv: Store, number: int, steps: int, sizes: dict[str, int], way: str) -> Script:
+    """Push so often, and leave; return the values at the end."""
+    zeros = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
+    yield from kv.open()
+    yield from kv.init(zeros)
+    yield from kv.set_optimizer("test", rescale_grad=1.0)
+    values = yield from kv.pull(zeros)
+    for step in range(steps):
+        mine = {name: own(number, size) for name, size in sizes.items()}
+        if way == "pushpull":
+            values = yield from kv.pushpull(mine)
+        else:
+            yield from kv.push(mine)
+            values = yield from kv.pull(mine)
+        for value in values.values():
+            assert counted(value, number) == {step + 1.0}, (number, step, value)
+        yield 0.01
+    return values
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_workers_come_and_go_and_each_push_counts_once(seed: int) -> None:
+    dice = random.Random(seed)
+    sizes = {f"k{index}": dice.choice([16, 40, 200]) for index in range(dice.randint(1, 3))}
+    mode = dice.choice(["sync", "sync", "async", "ssp"])
+    kv = Store(
+        mode=mode,
+        staleness=2 if mode == "ssp" else 0,
+        on_worker_lost=dice.choice(["wait", "shrink", "fail"]),
+        bigarray_bound=dice.choice([1, 64, 100_000]),
+        deterministic=mode == "sync" and dice.random() < 0.3,
+    )
+    workers, way = dice.randint(1, 3), dice.choice(["pushpull", "push, pull"])
+    steps = [dice.randint(0 if number >= workers else 1, 25) for number in range(WORKERS_MAX)]
+
+    def script(number: int) -> Script:
+        return come_and_go(kv, number, steps[number], sizes, way)
+
+    cluster = Cluster(
+        workers, dice.randint(1, 3), script, seed, faults_of(dice), most_workers=workers + dice.randint(1, 3)
+    )
+    for _ in range(WORKERS_MAX - workers):
+        come(cluster, dice.random() * 2.0)
+    cluster.coming = WORKERS_MAX - workers
+    cluster.run(3_000)
+    cluster.part(400)
+    assert cluster.is_over or not cluster.scheduler.alive
+    for number, client in cluster.clients.items():
+        error = client.error or (client.done_at is None and client.core.member.end) or None
+        assert error is None or (number >= workers and is_refusal(error)), error
+
+
+def come(cluster: Cluster, at: float) -> None:
+    """Add a worker at a time, or as soon as the job has formed."""
+
+    def add() -> None:
+        if cluster.scheduler.core.job.formed:
+            cluster.add_worker()
+        else:
+            come(cluster, cluster.network.now + 0.05)
+
+    cluster.network.at(at, add)
+
+
+def is_refusal(error: KvpsError) -> bool:
+    """Whether a worker came when the job was full, or over."""
+    return any(
+        words in str(error)
+        for words in ("already has", "accepts no new members", "the job is over", "no answer")
+    )
