@@ -88,6 +88,8 @@ class ServerStage:
     every_s: float | None = None
     """How often it wants cuts; None if it has no place for them."""
     limits: Limits | None = None
+    most: int = 0
+    """Workers may be added until there are so many."""
     counts_late: bool = False
     """The store that was opened last counts late pushes."""
     notes: list[Effect] = field(default_factory=list)
@@ -102,7 +104,7 @@ class ServerStage:
         self.pieces: dict[str, tuple[Piece, ...]] = {}
         self.seats = [Seat("held", 10 + rank) for rank in range(self.workers)]
         self.take(self.server.start(self.now))
-        self.scheduler(Welcome(self.rank, 1 + self.rank, self.workers, self.servers))
+        self.scheduler(Welcome(self.rank, 1 + self.rank, self.workers, self.servers, most=self.most))
         self.show()
         for rank in range(self.workers) if self.greeted else ():
             self.hello(rank)

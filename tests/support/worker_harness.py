@@ -83,13 +83,14 @@ class Bench:
         memory: Memory = PRIVATE,
         machines: Sequence[int] = (),
         keys: tuple[str, ...] = (),
+        most: int = 0,
     ) -> None:
         """Put a worker on the bench; ``machines`` are those of all workers, unknown by default.
 
-        The servers are on machine 1.
+        With ``most``, workers come and go, and this one was added. The servers are on machine 1.
         """
         self.machines = dict(enumerate(machines))
-        self.keys = keys
+        self.keys, self.most = keys, most
         self.workers, self.servers, self.rank = workers, servers, rank
         self.now = 100.0
         self.core = Worker(
@@ -107,7 +108,7 @@ class Bench:
         self._chunks = itertools.count(1)
         self.take(self.core.start(self.now))
         if join:
-            self.scheduler(Welcome(rank, 1 + 10 * Role.WORKER + rank, workers, servers))
+            self.scheduler(Welcome(rank, 1 + 10 * Role.WORKER + rank, workers, servers, most=most))
             self.view()
             for server in range(servers if ready else 0):
                 self.server(server, Welcome(rank, 1, workers, servers))
@@ -137,6 +138,9 @@ class Bench:
         nodes = [Node(Role.SERVER, rank) for rank in range(self.servers)]
         nodes += [Node(Role.WORKER, rank) for rank in range(self.workers)]
         other = {Node(Role(seat.role), seat.rank): seat for seat in changed}
+        if self.most:
+            own = Node(Role.WORKER, self.rank)
+            other = {own: self.seat(own, "added"), **other}
         members = tuple(other.get(node) or self.seat(node) for node in nodes)
         self.number = next(self.views)
         view = View(self.number, phase, reason, members, epoch, since, cut, self.keys)
