@@ -32,7 +32,9 @@ def assess(seats: Mapping[Node, Seat], settings: Settings, formed: bool, now: fl
     """Decide how the job stands, and say why. ``formed``: all seats have been taken once."""
     workers = [seat for seat in seats.values() if seat.node.role is Role.WORKER]
     seats = {node: seat for node, seat in seats.items() if node.role is not Role.STANDBY}
-    absent = [seat for seat in seats.values() if seat.state in (State.LOST, State.GONE) and not seat.is_vacant]
+    absent = [
+        seat for seat in seats.values() if seat.state in (State.LOST, State.GONE) and not seat.is_vacant
+    ]
     if all(seat.state is State.LEFT or seat.is_vacant for seat in workers):
         left = sum([seat.state is State.LEFT for seat in workers])
         return Phase.ENDING, f"every worker left ({left} of {left})"

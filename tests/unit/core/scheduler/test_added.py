@@ -27,12 +27,12 @@ def shown(stage: Stage) -> list[str]:
 @pytest.mark.spec("R571")
 def test_job_runs_once_the_first_are_here_and_others_are_added() -> None:
     stage = running()
-    assert shown(stage) == ["held", "held", "spare", "spare"]
+    assert shown(stage) == ["held", "held", "vacant", "vacant"]
     said = stage.hello("w2")
     (welcome,) = sent(said, Welcome)
     assert (welcome.rank, welcome.workers, welcome.most, welcome.seats) == (2, 3, 4, 4)
     assert notes(said) == ["info: worker 2 joined: host-w2:7"]
-    assert shown(stage) == ["held", "held", "added", "spare"]
+    assert shown(stage) == ["held", "held", "added", "vacant"]
     stage.hello("w3")
     stage.hello("w4")
     for route in ("w0", "w1", "w2", "w3"):
@@ -57,7 +57,7 @@ def test_newcomer_takes_a_lost_seat_first_then_the_lowest_that_is_free() -> None
     stage.leave("w0")
     stage.leave("w2", done=False, code=1)
     stage.leave("w1", done=False, code=1)
-    assert shown(stage) == ["left", "lost", "spare", "spare"]
+    assert shown(stage) == ["left", "lost", "vacant", "vacant"]
     for route, rank in (("a", 1), ("b", 2), ("c", 0), ("d", 3)):
         (welcome,) = sent(stage.hello(route, "worker"), Welcome)
         assert welcome.rank == rank, route
@@ -73,7 +73,7 @@ def test_added_worker_is_missed_once_it_takes_part(replaceable: bool, state: str
     assert sent(stage.say("w3", Resume("kv", 5)), Resumed) == [Resumed(0, True, {})]
     for route in ("w2", "w3"):
         stage.leave(route, done=False, code=1, replaceable=replaceable)
-    assert shown(stage) == ["held", "held", "spare", state]
+    assert shown(stage) == ["held", "held", "vacant", state]
     assert stage.phase == "running"
 
 
@@ -140,7 +140,7 @@ def test_restarted_scheduler_knows_who_was_added() -> None:
     stage.say("w2", Resume("kv", 0))
     before = shown(stage)
     stage.restart()
-    assert shown(stage) == before == ["held", "held", "added", "spare"]
+    assert shown(stage) == before == ["held", "held", "added", "vacant"]
     stage.beat("w2")
     for route in ("w0", "w1"):
         said = stage.say(route, Barrier("kv", "b", 0, after=2))
@@ -156,10 +156,17 @@ def test_next_job_begins_with_the_first() -> None:
     stage.hello("w2")
     for route in ("w2", "w1", "w0"):
         stage.leave(route)
-    assert shown(stage) == ["empty", "empty", "spare", "spare"]
+    assert shown(stage) == ["empty", "empty", "vacant", "vacant"]
     assert sent(stage.hello("x0", "worker"), View) == []
 
 
 def test_range_that_ends_below_its_beginning_is_refused() -> None:
     with pytest.raises(ConfigError, match="--workers 3:2: the second number is the most workers"):
         Settings(3, 1, most_workers=2)
+
+
+def test_standbys_do_not_know_added_workers() -> None:
+    with pytest.raises(
+        ConfigError, match="--replicas 1 with --workers 2:4: the copy of a server does not know"
+    ):
+        Settings(2, 2, most_workers=4, replicas=1)

@@ -12,7 +12,7 @@ from tests.support.server_harness import Seat, ServerStage, heard, opening, pull
 def staged(mode: str = "sync", policy: str = "wait", **options: object) -> ServerStage:
     """Return a server of a job of 2:3 workers, of which two are there; the third rank is free."""
     stage = ServerStage(3, most=3, greeted=False)
-    stage.show(w2="spare")
+    stage.show(w2="vacant")
     for rank in (0, 1):
         stage.hello(rank)
     stage.open(mode, on_worker_lost=policy, **options)
@@ -62,7 +62,7 @@ def test_worker_of_the_beginning_enters_nothing() -> None:
 
 
 @pytest.mark.spec("R572")
-@pytest.mark.parametrize("state", ["left", "spare"])
+@pytest.mark.parametrize("state", ["left", "vacant"])
 def test_worker_that_left_is_not_missed_and_its_successor_has_to_enter(state: str) -> None:
     stage = staged()
     add(stage)
