@@ -2,7 +2,8 @@
 
     kvps-worker -- python tests/integration/added_worker.py NAME STEPS POLICY FOLDER
 
-It pushes so often, or until FOLDER has a file ``last`` if STEPS is 0, and prints how often, and the value that it saw last.
+It pushes so often, or until FOLDER has a file ``last`` or ``NAME-leaves`` if STEPS is 0, and prints how often, and
+the value that it saw last.
 A worker that is to ``die`` makes three steps and is killed.
 """
 
@@ -29,7 +30,8 @@ def main(name: str, steps: int, policy: str, folder: Path) -> None:
     begun = kv.resume(["w"])
     (folder / f"{name}-here").touch()
     one, made = torch.full_like(value, DIGITS ** ("first", "second", "third", "fourth").index(name)), 0
-    while made < steps or (steps == 0 and not (folder / "last").exists()):
+    ends = (folder / "last", folder / f"{name}-leaves")
+    while made < steps or (steps == 0 and not any(end.exists() for end in ends)):
         kv.pushpull("w", one, out=value)
         made += 1
         if made == 20:
