@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvps.dtypes import BY_NAME, DTYPES, DType, Spec
@@ -112,6 +113,15 @@ def at_address(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     The caller owns their memory, and reads and writes no element that is not its own.
     """
     return torch.frombuffer((ctypes.c_ubyte * (count * dtype.itemsize)).from_address(address), dtype=dtype)
+
+
+def by_row(rows: torch.Tensor) -> npt.NDArray[np.void]:
+    """Return rows [n, dim] as an item each: numpy scatters these two to four times as fast as torch rows.
+
+    It shows their memory, if they are contiguous.
+    """
+    octets = rows.detach().contiguous().view(torch.uint8).numpy()
+    return octets.view(f"V{octets.shape[1]}")[:, 0]
 
 
 class Memory(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvps.core.embedding.alike import AlikeTables
+from kvps.core.embedding.alike import AlikeTables, PushedRows
 from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.table import EmbeddingRows
 from kvps.protocol.values import PulledTables, PullTables, PushTables, TableGroup, TablePart, TableStand
@@ -30,7 +30,7 @@ def pulled_table(seq: int, dtype: int, dim: int, size: int, version: int, owed: 
 
 def push_rows(table: EmbeddingRows, ids: Ids, gradients: torch.Tensor, *, version: int, step: int) -> None:
     """Push to a table alone, without a message."""
-    AlikeTables((table,)).push(ids, (len(ids),), gradients, [version], step)
+    AlikeTables((table,)).push([PushedRows(ids, (len(ids),), gradients)], [version], step)
 
 
 def pull_rows(table: EmbeddingRows, ids: Ids) -> torch.Tensor:

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby, pairwise
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from kvps.core.embedding.arena import ArenaGroup, Columns, Slots
+from kvps.core.embedding.arena import ArenaGroup, Slots
 from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.id_index import Indexes
 from kvps.core.embedding.id_split import runs
@@ -25,10 +26,38 @@ from kvps.core.embedding.spec import WEIGHT
 from kvps.core.embedding.table import EmbeddingRows, fresh_rows
 from kvps.core.optim.sparse_update import update_placed
 from kvps.core.optim.torch_rules import Terms
-from kvps.tensors import accumulator
+from kvps.tensors import by_row
 
 PULLS_MAX = 8
 """Maximum pulls whose slots are kept until they are pushed to, 16 bytes for an id."""
+FIRST_BYTES_MAX = 256 << 10
+"""Maximum bytes of first values that are kept of a pull."""
+
+
+class PushedRows(NamedTuple):
+    """The gradients that one push has for alike tables."""
+
+    ids: Ids
+    """Those of each table, each once and ascending, one table after the other."""
+    sizes: tuple[int, ...]
+    """The number of ids of each table."""
+    rows: torch.Tensor
+    """[len(ids), dim], contiguous, of the type in which they are summed; they are only read."""
+
+
+class _Found(NamedTuple):
+    """Where the rows of some ids were when they were looked up."""
+
+    drops: int
+    """How often tables had dropped ids, whose slots others get."""
+    rows: int
+    """How many there were."""
+    slots: Slots
+    """-1 where there was no row."""
+    absent: Slots
+    """Indices of the ids without a row."""
+    first: torch.Tensor | None
+    """The first values of these, [len(absent), dim]; None if they are not kept."""
 
 
 class AlikeTables:
@@ -44,9 +73,8 @@ class AlikeTables:
         self._arenas = ArenaGroup([table.arenas for table in tables])
         self._seeds = np.array([table.recipe.seed for table in tables], np.uint64)
         self._recipe = tables[0].recipe
-        self._pulled: dict[tuple[bytes, tuple[int, ...]], tuple[int, Slots]] = {}
-        """Ids of pulls, and how many each table has, oldest first -> how often tables had dropped ids, and
-        the slots."""
+        self._pulled: dict[tuple[bytes, tuple[int, ...]], _Found] = {}
+        """Ids of pulls, and how many each table has, oldest first -> what was found."""
 
     def pull(self, ids: Ids, sizes: tuple[int, ...], out: torch.Tensor) -> None:
         """Write the rows of ``ids`` into ``out``, [len(ids), dim]; first values where there is no row.
@@ -56,32 +84,39 @@ class AlikeTables:
             sizes: the number of ids of each table.
             out: contiguous.
         """
-        slots = self._indexes.find(ids, sizes)
-        if len(self._pulled) == PULLS_MAX:
-            del self._pulled[next(iter(self._pulled))]
-        self._pulled[ids.tobytes(), sizes] = self._drops, slots
-        (absent,) = (slots < 0).nonzero()
+        drops, count, slots, absent, _ = self._look_up(ids, sizes)
         if len(absent) < len(ids):
             self._arenas.weights(slots, sizes, out)
+        first = None
         if len(absent):
-            fresh = fresh_rows(self._recipe, ids.take(absent), spread(self._seeds, _sizes_of(absent, sizes)))
-            out.index_copy_(0, torch.from_numpy(absent), fresh)
+            first = fresh_rows(self._recipe, ids.take(absent), spread(self._seeds, _sizes_of(absent, sizes)))
+            by_row(out)[absent] = by_row(first)
+            first = first if first.nbytes <= FIRST_BYTES_MAX else None
+        if len(self._pulled) == PULLS_MAX:
+            del self._pulled[next(iter(self._pulled))]
+        self._pulled[ids.tobytes(), sizes] = _Found(drops, count, slots, absent, first)
 
     def push(
-        self, ids: Ids, sizes: tuple[int, ...], gradients: torch.Tensor, versions: Sequence[int], step: int
+        self, pushed: Sequence[PushedRows], versions: Sequence[int], step: int, divisor: float = 1
     ) -> None:
-        """Update the rows of ``ids`` by one push or round of each table, at the learning rate of the first.
+        """Update rows by one push or round of each table, at the learning rate of the first.
 
         Args:
-            ids: as :meth:`pull` takes them; each named once.
-            sizes: the number of ids of each table.
-            gradients: [len(ids), dim], contiguous, of the type in which they are summed; they are only read.
+            pushed: the gradients that are summed; one at least.
             versions: what the version of each table is by this; 1 or more.
             step: how many updates each table has had, this one included.
+            divisor: of the sums.
         """
-        slots, taken = self._admit(ids, sizes, self._found(ids, sizes))
+        found = [self._found(ids, sizes) for ids, sizes, _ in pushed]
+        (ids, sizes, gradients), chosen = summed(pushed)
+        slots = (
+            found[0].slots if chosen is None else np.concatenate([some.slots for some in found]).take(chosen)
+        )
+        slots, taken = self._admit(ids, sizes, slots, found, chosen)
         if taken is not None:
             gradients, sizes = gradients.index_select(0, torch.from_numpy(taken)), _sizes_of(taken, sizes)
+        if divisor != 1:
+            gradients = gradients.div(divisor)
         if len(slots):
             first = self.tables[0]
             placed = self._arenas.places_to_write(slots, sizes)
@@ -94,22 +129,28 @@ class AlikeTables:
             for table, version in zip(self.tables, versions, strict=True):
                 table.evict(version)
 
+    def _look_up(self, ids: Ids, sizes: tuple[int, ...]) -> _Found:
+        slots = self._indexes.find(ids, sizes)
+        return _Found(*self._stand, slots, (slots < 0).nonzero()[0], None)
+
     @property
-    def _drops(self) -> int:
-        """How often tables have dropped ids, whose slots others get."""
-        return sum([table.index.drops for table in self.tables])
+    def _stand(self) -> tuple[int, int]:
+        """How often tables have dropped ids, and how many rows there are."""
+        indexes = [table.index for table in self.tables]
+        return sum([index.drops for index in indexes]), sum(map(len, indexes))
 
-    def _found(self, ids: Ids, sizes: tuple[int, ...]) -> Slots:
+    def _found(self, ids: Ids, sizes: tuple[int, ...]) -> _Found:
         """Return the slots of the ids of a push: those that a pull has found, if it had the same ids."""
-        drops, slots = self._pulled.pop((ids.tobytes(), sizes), (-1, ids))
-        if drops != self._drops:
-            return self._indexes.find(ids, sizes)
-        (absent,) = (slots < 0).nonzero()
-        if len(absent):  # another push may have made their rows since
-            slots[absent] = self._indexes.find(ids.take(absent), _sizes_of(absent, sizes))
-        return slots
+        found, (drops, count) = self._pulled.pop((ids.tobytes(), sizes), None), self._stand
+        if found is None or found.drops != drops:
+            return self._look_up(ids, sizes)
+        if found.rows != count and len(absent := found.absent):  # a push may have made their rows since
+            found.slots[absent] = self._indexes.find(ids.take(absent), _sizes_of(absent, sizes))
+        return found
 
-    def _admit(self, ids: Ids, sizes: tuple[int, ...], slots: Slots) -> tuple[Slots, Slots | None]:
+    def _admit(
+        self, ids: Ids, sizes: tuple[int, ...], slots: Slots, found: Sequence[_Found], chosen: Slots | None
+    ) -> tuple[Slots, Slots | None]:
         """Give rows to ids that may have one; return the slots of all that have, and which ids
         these are, None for all."""
         (fresh,) = (slots < 0).nonzero()
@@ -120,18 +161,34 @@ class AlikeTables:
             parts = [(table, fresh[begin:end]) for table, (begin, end) in zip(self.tables, cuts, strict=True)]
             fresh = np.concatenate([some[table.counts(ids.take(some))] for table, some in parts])
         if len(fresh):
-            slots[fresh] = self._add(ids.take(fresh), _sizes_of(fresh, sizes))
+            first = _first(found, fresh if chosen is None else chosen.take(fresh))
+            slots[fresh] = self._add(ids.take(fresh), _sizes_of(fresh, sizes), first)
         (there,) = (slots >= 0).nonzero()
         return (slots, None) if len(there) == len(ids) else (slots.take(there), there)
 
-    def _add(self, ids: Ids, sizes: tuple[int, ...]) -> Slots:
+    def _add(self, ids: Ids, sizes: tuple[int, ...], first: torch.Tensor | None) -> Slots:
+        """Make the rows of ids, whose first values may be known; return their slots."""
         slots = self._indexes.add(ids, sizes)
         for table, size in zip(self.tables, sizes, strict=True):
             if size:
                 table.make_room()
-        columns: Columns = self.tables[0].new_columns(ids, spread(self._seeds, sizes))
-        self._arenas.write(slots, sizes, columns)
+        if first is None:
+            first = fresh_rows(self._recipe, ids, spread(self._seeds, sizes))
+        self._arenas.write(slots, sizes, self.tables[0].new_columns(first))
         return slots
+
+
+def _first(found: Sequence[_Found], places: Slots) -> torch.Tensor | None:
+    """Return the first values of the ids at ``places`` among those of all pushes, if pulls have kept them."""
+    origins = np.full(sum([len(some.slots) for some in found]), -1)
+    begin, values = 0, list[torch.Tensor]()
+    for _, _, slots, absent, first in found:
+        if first is not None:
+            origins[absent + begin] = np.arange(len(first)) + sum(map(len, values))
+            values.append(first)
+        begin += len(slots)
+    origins = origins.take(places)
+    return None if (origins < 0).any() else torch.cat(values).index_select(0, torch.from_numpy(origins))
 
 
 def alike_runs(tables: Sequence[EmbeddingRows]) -> tuple[AlikeTables, ...]:
@@ -139,29 +196,34 @@ def alike_runs(tables: Sequence[EmbeddingRows]) -> tuple[AlikeTables, ...]:
     return tuple([AlikeTables(list(run)) for _, run in groupby(tables, attrgetter("kind"))])
 
 
-def summed(ids: Ids, sizes: tuple[int, ...], rows: torch.Tensor) -> tuple[Ids, tuple[int, ...], torch.Tensor]:
-    """Return the distinct ids of each table, ascending, how many these are, and the sum of the rows of each.
+def summed(pushed: Sequence[PushedRows]) -> tuple[PushedRows, Slots | None]:
+    """Return the distinct ids of each table, ascending, with the sum of the rows of each; and where each is
+    first among the ids of all pushes, None for one push.
 
     Rows are added in the order in which they are given, so that sums do not depend on the other tables.
 
-    Args:
-        ids: those of each table, one table after the other; they may be repeated.
-        sizes: the number of ids of each table.
-        rows: [len(ids), dim].
-
     Example:
-        >>> rows = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
-        >>> ids, sizes, rows = summed(np.array([2, 5, 2, 5]), (3, 1), rows)
-        >>> ids.tolist(), sizes, rows.tolist()
-        ([2, 5, 5], (2, 1), [[5.0], [2.0], [8.0]])
+        >>> two = PushedRows(np.array([2, 5, 2]), (2, 1), torch.tensor([[1.0], [2.0], [4.0]]))
+        >>> one = PushedRows(np.array([5]), (1, 0), torch.tensor([[8.0]]))
+        >>> (ids, sizes, rows), first = summed([two, one])
+        >>> ids.tolist(), sizes, rows.tolist(), first.tolist()
+        ([2, 5, 2], (2, 1), [[1.0], [10.0], [4.0]], [0, 1, 2])
     """
+    if len(pushed) == 1:
+        return pushed[0], None
+    counts = np.array([some.sizes for some in pushed])
+    tables = np.arange(counts.shape[1])
+    moved = tables[None].repeat(len(pushed), 0).ravel().repeat(counts.ravel()).argsort(kind="stable")
+    sizes = tuple(counts.sum(0).tolist())
+    ids, rows = np.concatenate([some.ids for some in pushed]), torch.cat([some.rows for some in pushed])
     if not len(ids):
-        return ids, sizes, accumulator(rows)
-    order, inorder, starts = runs(ids, [0, *accumulate(sizes)])
+        return PushedRows(ids, sizes, rows), moved
+    order, inorder, starts = runs(ids.take(moved), [0, *accumulate(sizes)])
+    order = moved.take(order)
     total = torch.nn.functional.embedding_bag(
-        torch.from_numpy(order), accumulator(rows), torch.from_numpy(starts), mode="sum"
+        torch.from_numpy(order), rows, torch.from_numpy(starts), mode="sum"
     )
-    return inorder.take(starts), _sizes_of(starts, sizes), total
+    return PushedRows(inorder.take(starts), _sizes_of(starts, sizes), total), order.take(starts)
 
 
 def _ranges(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -26,7 +26,7 @@ import torch
 from kvps.core.embedding.pages import spread, zeros
 from kvps.core.embedding.spec import WEIGHT
 from kvps.core.optim.sparse_update import Placed
-from kvps.tensors import at_address
+from kvps.tensors import at_address, by_row
 
 ARENA_BYTES_MIN, ARENA_BYTES_MAX = 1 << 20, 64 << 20
 
@@ -218,7 +218,7 @@ class ArenaGroup:
     def write(self, slots: Slots, sizes: Sequence[int], columns: Columns) -> None:
         """Write rows to ``slots``, each named once."""
         for name, (rows, at) in self.places_to_write(slots, sizes).items():
-            rows.index_copy_(0, at, columns[name])
+            by_row(rows)[at.numpy()] = by_row(columns[name])
 
 
 def _aligned(count: int, dtype: torch.dtype, width: int) -> torch.Tensor:

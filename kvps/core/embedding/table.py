@@ -142,14 +142,8 @@ class EmbeddingRows:
         self.arenas.reserve(max(1, self.index.used))
         self._stamps = grown(self._stamps, len(self._stamps), self.index.used)
 
-    def new_columns(self, ids: Ids, seeds: Seeds) -> Columns:
-        """Return new rows of ids, and the optimizer's states of them.
-
-        Args:
-            ids: of this table or of alike ones.
-            seeds: the seed of the table, or of the table of each id.
-        """
-        weight = fresh_rows(self.recipe, ids, seeds)
+    def new_columns(self, weight: torch.Tensor) -> Columns:
+        """Return new rows with these weights, and the optimizer's states of them."""
         return {WEIGHT: weight} | new_state(self.updater, weight)
 
     def stamp(self, slots: Slots, versions: int | npt.NDArray[np.int64], newest: int) -> None:
@@ -223,9 +217,8 @@ class EmbeddingRows:
         slots = self.index.add(ids)
         self.make_room()
         self.stamp(slots, stamps, int(stamps.max(initial=0)))
-        ArenaGroup((self.arenas,)).write(
-            slots, (len(ids),), self.new_columns(ids, np.uint64(self.recipe.seed)) | columns
-        )
+        first = fresh_rows(self.recipe, ids, np.uint64(self.recipe.seed))
+        ArenaGroup((self.arenas,)).write(slots, (len(ids),), self.new_columns(first) | columns)
 
     def count_in(self, counts: npt.NDArray[np.uint8], counted: int) -> None:
         """Take in how often ids without a row were pushed, as an image has it."""

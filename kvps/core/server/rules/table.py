@@ -13,15 +13,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from kvps.core.embedding.alike import AlikeTables, summed
+from kvps.core.embedding.alike import AlikeTables, PushedRows
 from kvps.core.embedding.id_hash import Ids, Initializer, servers_of
 from kvps.core.embedding.spec import EmbeddingSpec, spec_of
 from kvps.core.embedding.table import EmbeddingRows
+from kvps.core.gradients import Part
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import EMBEDDING
 from kvps.core.row_gradients import RowGradient
@@ -137,13 +139,44 @@ def _shape(alike: AlikeTables) -> tuple[str, int]:
     return recipe.dtype, recipe.dim
 
 
-class TableGradient(RowGradient):
-    """A gradient of some rows of a table; in its chunk it stands for the table's one element."""
+class PushedGroup(NamedTuple):
+    """The part of one push for tables whose rows are one frame."""
 
-    __slots__ = ()
+    ids: torch.Tensor
+    rows: torch.Tensor
+    edges: tuple[int, ...]
+    """Where the ids of each table begin, and how many there are."""
+
+    def part(self, first: int, stop: int) -> PushedRows:
+        """Return what it has for some neighbouring tables."""
+        begin, end = self.edges[first], self.edges[stop]
+        sizes = tuple([high - low for low, high in pairwise(self.edges[first : stop + 1])])
+        return PushedRows(self.ids[begin:end].numpy(), sizes, accumulator(self.rows[begin:end]))
+
+
+class TableGradient(RowGradient):
+    """A gradient of some rows of a table; in its chunk it stands for the table's one element.
+
+    Its rows are a part of a group's, and most are never looked at by themselves.
+    """
+
+    __slots__ = ("at", "group")
+
+    def __init__(self, group: PushedGroup, at: int) -> None:
+        self.group = group
+        self.at = at
+        """Index of its table in the group."""
 
     def __len__(self) -> int:
         return 1
+
+    def __getattr__(self, name: str) -> Any:
+        """Set the fields of a row gradient when one is asked for first."""
+        if name not in RowGradient.__slots__:
+            raise AttributeError(name)
+        some = slice(*self.group.edges[self.at : self.at + 2])
+        super().__init__(self.group.ids[some], self.group.rows[some], 1)
+        return getattr(self, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +261,9 @@ class TableRows:
             begin, end = edges[first], edges[stop]
             frame = next(frames) if begin < end else memoryview(b"")
             rows = from_frame(frame, BY_ID[dtype].name).view(end - begin, dim)
-            gradients += [
-                TableGradient(ids[low:high], rows[low - begin : high - begin], 1)
-                for low, high in pairwise(edges[first : stop + 1])
-            ]
+            inside = tuple([edge - begin for edge in edges[first : stop + 1]])
+            group = PushedGroup(ids[begin:end], rows, inside)
+            gradients += map(TableGradient, repeat(group), range(parts))
         return gradients
 
     def _check_groups(self, message: PushTables) -> None:
@@ -365,20 +397,13 @@ def _terms(waiting: tuple[Rule, PendingUpdate]) -> tuple[int, float, float]:
 
 def _move_alike(alike: AlikeTables, run: list[tuple[Rule, PendingUpdate]]) -> None:
     """Update the rows of alike tables; the element of each becomes the number of its rows."""
-    sums = [[part for part in due.sum.parts if isinstance(part, RowGradient)] for _, due in run]
-    sizes = tuple([sum([len(part.ids) for part in parts]) for parts in sums])
-    parts = [part for some in sums for part in some]
-    ids, rows = parts[0].ids, parts[0].rows
-    if len(parts) > 1:
-        ids, rows = torch.cat([part.ids for part in parts]), torch.cat([part.rows for part in parts])
-    numbers, rows = ids.numpy(), accumulator(rows)
-    if len(parts) > len(run):
-        numbers, sizes, rows = summed(numbers, sizes, rows)
-    divisor = run[0][1].sum.divisor
-    if divisor != 1:
-        rows = rows.div(divisor)
+    sums = [due.sum.parts for _, due in run]
+    pushed = [
+        _pushed([parts[at] if at < len(parts) else None for parts in sums])
+        for at in range(max(map(len, sums)))
+    ]
     spans, befores = [rule.chunk.spans[0] for rule, _ in run], [len(table) for table in alike.tables]
-    alike.push(numbers, sizes, rows, [span.version + 1 for span in spans], spans[0].step + 1)
+    alike.push(pushed, [span.version + 1 for span in spans], spans[0].step + 1, run[0][1].sum.divisor)
     grown = 0
     for (rule, _), span, table, before in zip(run, spans, alike.tables, befores, strict=True):
         span.step += 1
@@ -388,6 +413,22 @@ def _move_alike(alike: AlikeTables, run: list[tuple[Rule, PendingUpdate]]) -> No
             grown += len(table) - before
     run[0][0].store.grow(grown * alike.tables[0].row_bytes)
     run[0][0].shop.meter.moved(run[0][0].store.name, max([span.version for span in spans]))
+
+
+def _pushed(parts: Sequence[Part | None]) -> PushedRows:
+    """Return a gradient of each table as one; None is one without rows."""
+    first = parts[0]
+    if isinstance(first, TableGradient):
+        group, begin = first.group, first.at
+        for at, part in enumerate(parts, begin):
+            if not isinstance(part, TableGradient) or part.group is not group or part.at != at:
+                break
+        else:
+            return group.part(begin, begin + len(parts))
+    found = [part for part in parts if isinstance(part, RowGradient)]
+    sizes = tuple([len(part.ids) if isinstance(part, RowGradient) else 0 for part in parts])
+    ids, rows = torch.cat([part.ids for part in found]), torch.cat([part.rows for part in found])
+    return PushedRows(ids.numpy(), sizes, accumulator(rows))
 
 
 # --- exports ----------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvps.core.embedding import arena
-from kvps.core.embedding.alike import alike_runs, summed
+from kvps.core.embedding import alike, arena
+from kvps.core.embedding.alike import AlikeTables, PushedRows, alike_runs, summed
 from kvps.core.embedding.spec import EmbeddingSpec, recipe_of
 from kvps.core.embedding.table import EmbeddingRows
 from kvps.core.row_gradients import RowGradient, added
-from kvps.tensors import TORCH
-from tests.support.table_messages import pull_rows, push_rows
+from kvps.tensors import TORCH, accumulator
+from tests.support.table_messages import pull_rows
 
 COUNT, DIM = 5, 16  # adam rounds the elements at the end of a tensor otherwise, if they fill no vector
 
@@ -37,13 +37,24 @@ class Beside:
         sizes = [0 if at == 1 else int(self.random.integers(1, 400)) for at in range(COUNT)]
         return [np.unique(self.random.integers(-among, among, size)) for size in sizes]
 
-    def step(self, ids: list[np.ndarray[Any, np.dtype[np.int64]]]) -> None:
+    def step(self, *ranks: list[np.ndarray[Any, np.dtype[np.int64]]]) -> None:
+        """Push rows for the ids that each rank has for each table."""
         self.version += 1
-        versions, sizes = [self.version] * COUNT, tuple([len(some) for some in ids])
-        rows = torch.from_numpy(self.random.standard_normal((sum(sizes), DIM), np.float32))
-        self.together.push(np.concatenate(ids), sizes, rows, versions, self.version)
-        for table, some, part in zip(self.alone, ids, rows.split(list(sizes)), strict=True):
-            push_rows(table, some, part, version=self.version, step=self.version)
+        pushed, alone = [], [list[PushedRows]() for _ in self.alone]
+        for ids in ranks:
+            sizes = tuple([len(some) for some in ids])
+            rows = torch.from_numpy(self.random.standard_normal((sum(sizes), DIM), np.float32))
+            pushed.append(PushedRows(np.concatenate(ids), sizes, rows))
+            for some, part, own in zip(ids, rows.split(list(sizes)), alone, strict=True):
+                own.append(PushedRows(some, (len(some),), part))
+        self.together.push(pushed, [self.version] * COUNT, self.version, len(ranks))
+        for table, own in zip(self.alone, alone, strict=True):
+            AlikeTables((table,)).push(own, [self.version], self.version, len(ranks))
+
+    def look(self, ids: list[np.ndarray[Any, np.dtype[np.int64]]]) -> None:
+        """Pull the rows of ids from the tables together."""
+        sizes = tuple([len(some) for some in ids])
+        self.together.pull(np.concatenate(ids), sizes, torch.empty(sum(sizes), DIM))
 
     def agree(self, ids: list[np.ndarray[Any, np.dtype[np.int64]]]) -> None:
         """Check that pulls of these ids, and all rows and states, are equal."""
@@ -115,9 +126,9 @@ def test_a_pull_of_the_same_ids_of_other_tables_serves_no_push() -> None:
     first, second = (EmbeddingRows(recipe(name)) for name in "ab")
     (together,) = alike_runs((first, second))
     ids, rows = np.array([1, 2, 3]), torch.ones(3, DIM)
-    together.push(ids, (3, 0), rows, [1, 1], 1)
+    together.push([PushedRows(ids, (3, 0), rows)], [1, 1], 1)
     together.pull(ids, (3, 0), torch.empty(3, DIM))
-    together.push(ids, (2, 1), rows, [2, 2], 2)
+    together.push([PushedRows(ids, (2, 1), rows)], [2, 2], 2)
     assert (len(first), len(second)) == (3, 1)
     assert second.block(0, 9).ids.tolist() == [3]
 
@@ -133,15 +144,60 @@ def test_sums_of_several_ranks_are_those_of_each_table(high: int, dtype: torch.d
             for sizes in ((40, 30), (0, 0), (7, 0), (0, 9), (20, 60))
         ]
     ]
-    given = [part for some in parts for part in some]
-    ids, sizes, rows = summed(
-        torch.cat([part.ids for part in given]).numpy(),
-        tuple([sum([len(part.ids) for part in some]) for some in parts]),
-        torch.cat([part.rows for part in given]),
-    )
+    pushed = [
+        PushedRows(
+            torch.cat([part.ids for part in some]).numpy(),
+            tuple([len(part.ids) for part in some]),
+            accumulator(torch.cat([part.rows for part in some])),
+        )
+        for some in zip(*parts, strict=True)
+    ]
+    (ids, sizes, rows), first = summed(pushed)
+    assert first is not None
+    assert np.array_equal(np.concatenate([some.ids for some in pushed])[first], ids)
     sums = [added(some) for some in parts]
     assert sizes == tuple([len(each.ids) for each in sums])
     assert ids.tolist() == [number for each in sums for number in each.ids.tolist()]
     assert torch.equal(rows, torch.cat([each.rows for each in sums]))
-    nothing, none, empty = summed(np.empty(0, np.int64), (0, 0), torch.empty(0, 3))
+    (nothing, none, empty), _ = summed([PushedRows(np.empty(0, np.int64), (0, 0), torch.empty(0, 3))] * 2)
     assert (len(nothing), none, empty.shape) == (0, (0, 0), (0, 3))
+
+
+@pytest.mark.parametrize("given", [{}, {"optimizer": "sgd"}, {"admit": 2}, {"evict": {"rows": 300}}])
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+def test_pushes_of_several_ranks_after_their_pulls_move_what_each_alone_moves(
+    given: dict[str, Any], kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alike, "FIRST_BYTES_MAX", kept)
+    beside = Beside(**given)
+    for _ in range(6):
+        ranks = [beside.ids(900) for _ in range(2)]
+        for ids in (*ranks, beside.ids(900)):
+            beside.look(ids)
+        beside.step(beside.ids(900))  # makes rows that the pulls did not find
+        beside.step(*ranks)
+        beside.look(ranks[1])
+        beside.step(beside.ids(900), ranks[1])  # one of these was not pulled
+    beside.agree(beside.ids(900))
+
+
+def test_first_values_that_pulls_have_computed_are_not_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    beside = Beside()
+    ranks = [beside.ids() for _ in range(2)]
+    for ids in ranks:
+        beside.look(ids)
+    with monkeypatch.context() as patched:
+        patched.setattr(beside.together.tables[0].recipe.first.__class__, "values", None)
+        beside.together.push(
+            [
+                PushedRows(np.concatenate(ids), tuple(map(len, ids)), torch.ones(sum(map(len, ids)), DIM))
+                for ids in ranks
+            ],
+            [1] * COUNT,
+            1,
+        )
+    assert [len(table) for table in beside.together.tables] == [
+        len(np.union1d(*both)) for both in zip(*ranks, strict=True)
+    ]

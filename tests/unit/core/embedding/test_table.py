@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvps.core.embedding import alike as module
-from kvps.core.embedding.alike import AlikeTables
+from kvps.core.embedding.alike import AlikeTables, PushedRows
 from kvps.core.embedding.arena import Slots
 from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.id_index import Indexes
@@ -44,7 +44,7 @@ class Driven:
         self.version += 1
         gradients = torch.full((len(ids), 2), value, dtype=TORCH[summed_in(self.table.recipe.dtype)])
         numbers = np.array(sorted(ids), np.int64)
-        self.alike.push(numbers, (len(ids),), gradients, [self.version], self.version)
+        self.alike.push([PushedRows(numbers, (len(ids),), gradients)], [self.version], self.version)
         self.table.check()
 
     def rows(self, *ids: int) -> list[list[float]]:

@@ -204,3 +204,29 @@ def test_sets_of_tables_are_forgotten_when_there_are_too_many(monkeypatch: pytes
     assert len(tables.stage.server.context.chunks.named) == 2
     assert acked(tables.push(0, a=(1, [1]), b=(1, [1])))
     assert tables.rows(1)["b"] == [[-2.0, -2.0]]
+
+
+@pytest.mark.spec("R188")
+def test_a_round_of_pushes_that_name_other_tables_together() -> None:
+    tables = Tables()
+    assert acked(tables.push(0, 1.0, a=(0, [1, 5])))
+    assert acked(tables.push(0, 2.0, b=(0, [1])))
+    assert acked(tables.push(1, 4.0, a=(0, [5]), b=(0, [1, 7])))
+    assert tables.rows(1, 5, 7) == {
+        "a": [[-1.0, -1.0], [-5.0, -5.0], [0.0, 0.0]],
+        "b": [[-6.0, -6.0], [0.0, 0.0], [-4.0, -4.0]],
+        "c": [[0.0], [0.0], [0.0]],
+    }
+
+
+def test_a_table_without_the_gradient_of_a_rank_has_no_rows_of_it() -> None:
+    group = table.PushedGroup(torch.tensor([3, 8, 9]), torch.rand(3, 2), (0, 1, 3))
+    both = [table.TableGradient(group, 0), None, table.TableGradient(group, 1)]
+    for given in (both, both[1:]):
+        ids, sizes, rows = table._pushed(given)
+        stop = 3 - len(given)
+        assert sizes == (1, 0, 2)[stop:]
+        assert ids.tolist() == [3, 8, 9][stop:]
+        assert torch.equal(rows, group.rows[stop:])
+    with pytest.raises(AttributeError, match="name"):
+        both[2].name  # type: ignore[union-attr]  # noqa: B018
