@@ -20,7 +20,7 @@ roles:
   server      takes the seat of a server, and gets a share of the model
   worker      takes the seat of a worker: reads and changes the model
   look        lists the members (kvps status)
-  reader      reads published weights (kvps.subscribe), and nothing else
+  reader      reads published weights (kvps.subscribe, kvps follow), and nothing else
   admin       lists members, ends them (kvps evict), records traces (kvps trace)
 
 {exit_codes}

@@ -40,6 +40,7 @@ COMMANDS = {
     "doctor": "find out why a process does not reach its cluster, or is slow, and what to do",
     "trace": "record a timeline of all processes, and say what bounds a step",
     "replay": "run a process's core over its record, and compare what it comes to",
+    "follow": "write each published version of a model as a safetensors file",
     "keygen": "make the keys of a cluster, rotate the key of a role, retire old keys",
     "evict": "end a live member of a job, so that another process can take its rank",
     "bench": "compare the speed of kvps and torch's gloo on this machine",

@@ -10,7 +10,7 @@ from tests.integration.processes import BIN, ENDPOINT, Processes, is_quick
 
 COMMANDS = [
     *(f"kvps-{name}" for name in ("scheduler", "server", "worker", "launch")),
-    *("kvps", "kvps bench", "kvps checkpoint", "kvps checkpoint export", "kvps status"),
+    *("kvps", "kvps bench", "kvps checkpoint", "kvps checkpoint export", "kvps follow", "kvps status"),
 ]
 EXIT_CONFIG = 78
 
