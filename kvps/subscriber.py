@@ -29,6 +29,7 @@ from kvps.core.reader import Ask, Reader
 from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, Timeout
 from kvps.net.driver import Inbox, drive
+from kvps.net.transport import Refused, Unserved
 from kvps.phrases import some_of
 from kvps.protocol.envelope import KEY_MAX, Packet, Role
 from kvps.protocol.publications import READ_BYTES_MAX
@@ -117,7 +118,7 @@ class Subscription:
         self._transport, _, _ = open_transport(keys=loaded)
         me = own_identity(Role.READER, address, loaded)
         me = replace(me, rank=secrets.randbits(32), incarnation=secrets.randbits(62) + 1)
-        self._core = Reader(me)
+        self._reader = Reader(me)
         self._inbox: Inbox[Reader] = Inbox(self._transport)
         self._lock = threading.RLock()
         self._is_closed = False
@@ -189,7 +190,7 @@ class Subscription:
 
         asks = {
             server: [Ask(server, p.Retain(self.name, number, wants_manifest=not server), take)]
-            for server in range(self._core.servers)
+            for server in range(self._reader.servers)
         }
         self._ask(asks, until, "wait()")
         published = manifest.decode(b"".join(octets))
@@ -312,7 +313,7 @@ class Subscription:
             if self.version is not None:
                 none = p.Retain(self.name, 0)
                 asks = {
-                    server: [Ask(server, none, lambda packet: True)] for server in range(self._core.servers)
+                    server: [Ask(server, none, lambda packet: True)] for server in range(self._reader.servers)
                 }
                 with suppress(KvpsError):
                     self._ask(asks, time.monotonic() + 1.0, "close()")
@@ -336,18 +337,20 @@ class Subscription:
         """
         if self._is_closed:
             raise ConfigError(f"the subscription to {self.name!r} is closed")
-        if not self._core.servers:
+        if not self._reader.servers:
             self._drive([], until, what)
         self._drive([ask for some in asks.values() for ask in some], until, what)
 
     def _drive(self, asks: list[Ask], until: float, what: str) -> None:
+        self._reader.forget()  # a call may have been interrupted, or have failed before all had answered
         self._inbox.requests.clear()
         self._inbox.put(Reader.begin, asks, until, what)
-        drive(self._core, self._transport, self._inbox)
-        for _ in self._transport.poll(0.0):  # tells the servers which memory is read no more
-            pass
-        if self._core.error is not None:
-            raise self._core.error
+        drive(self._reader, self._transport, self._inbox)
+        with suppress(KvpsError, Refused, Unserved):
+            for _ in self._transport.poll(0.0):  # tells the servers which memory is read no more
+                pass
+        if self._reader.error is not None:
+            raise self._reader.error
 
 
 def _cluster_here() -> Any:

@@ -101,8 +101,6 @@ class Reader(Core):
         """
         self.error, self._until, self._what, self._began_at = None, until, what, now
         for link in self._links.values():
-            link.queued.clear()
-            link.sent.clear()
             link.heard_at = now
         for ask in asks:
             self._links[ask.server].queued.append(ask)
@@ -110,6 +108,12 @@ class Reader(Core):
             self._is_connected = True
             self.outbox.append(Connect("scheduler", self._me.scheduler))
         self._go_on(now)
+
+    def forget(self) -> None:
+        """Forget all requests: what still answers them is not heard."""
+        for link in self._links.values():
+            link.queued.clear()
+            link.sent.clear()
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> None:
         """The scheduler or a server said something."""

@@ -29,6 +29,7 @@ from kvps.core.worker.calls import (
     embeddings,
     keys,
     optimizer,
+    publish,
     refresh,
     resume,
     rows,
@@ -41,7 +42,7 @@ from kvps.torch.serialization import Packer, Unpacker, bits, tensor_of
 
 _MODULES: tuple[ModuleType, ...] = (
     *(protocol, envelope, policy, spec, embedding_spec, hyperparams, model, storage, plan),
-    *(base, checkpoint, collective, dense, embeddings, keys, optimizer, refresh, resume, rows),
+    *(base, checkpoint, collective, dense, embeddings, keys, optimizer, publish, refresh, resume, rows),
 )
 ENUM, RECORD, ERROR, RANGE, KEPT, AGAIN, THING = range(32, 39)
 """Numbers of the extensions, beside those of objects that are data (:mod:`kvps.torch.serialization`)."""

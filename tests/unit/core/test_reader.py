@@ -178,6 +178,17 @@ def test_an_error_of_what_is_over_changes_nothing() -> None:
     assert isinstance(stage.hear(p.Done(1))[0], Note)
 
 
+def test_answers_to_a_call_that_was_given_up_are_not_heard() -> None:
+    stage = Stage()
+    stage.joined()
+    stage.begin(0, 1)
+    ((_, first),) = said(stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0"), p.Watch)
+    ((_, second),) = said(stage.hear(p.Welcome(3, 2**40, 1, 2), "server 1"), p.Watch)
+    assert ended(stage.hear(p.Error(first, KeyNotFound.code, "gone"), "server 0"))
+    stage.core.forget()
+    assert not ended(stage.hear(p.Error(second, KeyNotFound.code, "gone"), "server 1")), "the next may begin"
+
+
 def test_every_wait_ends_by_an_error_that_says_for_whom() -> None:
     stage = Stage()
     stage.begin(until=105.0)

@@ -58,6 +58,7 @@ EVERY: list[tuple[Call, str, OnTimeout]] = [
     (calls.PushStep("kv", (), (), None, 0, eager=False), "push()", CONTINUE),
     (calls.PushTableRows("kv", ("w",), True, (), (), ()), "push() of rows", CONTINUE),
     (calls.PullTableRows("kv", ("w",), (), ()), "pull() of rows", RETRY),
+    (calls.Publish("kv", "policy", 2, 0, 0, ("w",), (), ()), "publish()", CONTINUE),
     (calls.ExportBlock("kv", "w", 0, 2, 0, 1, 0, False), "export()", RETRY),
 ]
 """A call of each class, its title, and what a Timeout does to it."""
