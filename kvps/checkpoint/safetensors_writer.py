@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvps.checkpoint.atomic_file import HashedFile
+from kvps.core.embedding.stored import StoredRows, loaded
 from kvps.dtypes import BY_NAME
 from kvps.errors import StorageError
 from kvps.tensors import to_frame
@@ -36,7 +37,7 @@ class Column:
     """One tensor of the file: its element type, and the flat tensors of one device that make it."""
 
     dtype: str
-    parts: list[torch.Tensor] = field(default_factory=list)
+    parts: list[torch.Tensor | StoredRows] = field(default_factory=list)
     shape: tuple[int, ...] | None = None
     """None for a flat one."""
 
@@ -119,12 +120,12 @@ def header_of(
     return len(octets).to_bytes(8, "little") + octets, offset
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _joined(parts: Sequence[torch.Tensor | StoredRows]) -> Iterator[torch.Tensor]:
     """Yield the same elements in fewer tensors, contiguous ones in this machine's memory."""
     few: list[torch.Tensor] = []
     size = 0
     for part in parts:
-        few.append(part)
+        few.append(loaded(part))
         size += part.numel() * part.element_size()
         if size >= JOIN_BYTES:
             *small, last = few

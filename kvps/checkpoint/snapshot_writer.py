@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from kvps.checkpoint import tables, validation
 from kvps.checkpoint.safetensors_writer import Column, Stream, stream_of
 from kvps.checkpoint.snapshot_reader import CALLS, FORMAT, Form, image_of
+from kvps.core.embedding.stored import StoredRows
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, SnapshotPart, SpanHistory, StoreSnapshot
 from kvps.dtypes import BY_NAME
@@ -76,7 +77,7 @@ def stream(snapshot: Snapshot) -> Stream:
 def _store_row(index: int, store: StoreSnapshot, columns: dict[str, Column]) -> dict[str, object]:
     histories = _Histories()
     forms: dict[Form, int] = {}
-    states: list[list[list[torch.Tensor]]] = []  # of each form, where its tensors go
+    states: list[list[list[torch.Tensor | StoredRows]]] = []  # of each form, where its tensors go
     keys: list[object] = []
     for key in store.keys:
         weights = _column(columns, f"{index}/weight/{key.spec.dtype}") if key.portions else []
@@ -140,7 +141,7 @@ def _checked_count(key: KeySnapshot, portion: SnapshotPart) -> int:
     return count
 
 
-def _column(columns: dict[str, Column], name: str) -> list[torch.Tensor]:
+def _column(columns: dict[str, Column], name: str) -> list[torch.Tensor | StoredRows]:
     found = columns.get(name)
     if found is None:
         columns[name] = found = Column(name.rpartition("/")[2])

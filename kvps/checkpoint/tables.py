@@ -20,6 +20,7 @@ from kvps.checkpoint import validation
 from kvps.checkpoint.safetensors_writer import Column
 from kvps.core.embedding.id_hash import Initializer
 from kvps.core.embedding.spec import DEPTH, WEIGHT, EmbeddingSpec, columns_of
+from kvps.core.embedding.stored import StoredRows
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.server.snapshot.model import RowsSnapshot, SpanHistory, TableSnapshot
 from kvps.tensors import NAMES
@@ -72,7 +73,7 @@ def table_of(name: str, given: object, cut: Cut) -> TableSnapshot:
             (found,) = cut(f"{name}/{title}/{dtype}", (size,))
             return found
 
-        columns: dict[str, tuple[torch.Tensor, ...]] = {
+        columns: dict[str, tuple[torch.Tensor | StoredRows, ...]] = {
             title: (column(_column(title), NAMES[dtype], count * width).view(count, width),) if count else ()
             for title, (dtype, width) in columns_of(recipe).items()
         }

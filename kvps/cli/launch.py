@@ -37,7 +37,7 @@ exit codes:
 
 environment, where the flag is not given:
   KVPS_GRACE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL, KVPS_LOG_FORMAT; for the other processes also
-  KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_LIMITS, KVPS_PLUGIN,
+  KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_TABLE_DIR, KVPS_LIMITS, KVPS_PLUGIN,
   KVPS_JOIN_TIMEOUT, KVPS_TRANSPORT (how values travel: tcp, shm or auto),
   KVPS_HOST_AGGREGATION (0: the workers of a host push separately), KVPS_CHUNK_BYTES,
   KVPS_CHECKSUM (0: packets have no checksums), KVPS_SILENCE_MAX (12: seconds of silence after which a

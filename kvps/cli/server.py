@@ -20,8 +20,8 @@ kvps.core.optim.torch_rules.register(...) when it is imported.
 
 {exit_codes}
 environment, where the flag is not given:
-  KVPS_SCHEDULER, KVPS_BIND, KVPS_ADVERTISE, KVPS_RANK, KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_LIMITS,
-  KVPS_PLUGIN (separated by commas), KVPS_CHECKPOINT_DIR, KVPS_CHECKPOINT_EVERY,
+  KVPS_SCHEDULER, KVPS_BIND, KVPS_ADVERTISE, KVPS_RANK, KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_TABLE_DIR,
+  KVPS_LIMITS, KVPS_PLUGIN (separated by commas), KVPS_CHECKPOINT_DIR, KVPS_CHECKPOINT_EVERY,
   KVPS_JOIN_TIMEOUT, KVPS_KEYS, KVPS_INSECURE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL, KVPS_LOG_FORMAT
   KVPS_SILENCE_MAX: seconds of silence after which the scheduler counts as lost (12)
   KVPS_TRANSPORT: how values travel; tcp, shm (shared memory), or auto (shm where it works)
@@ -56,6 +56,8 @@ def _parser() -> flags.Parser:
             "--threads T": "number of compute threads; KVPS_THREADS (torch's default)",
             "--memory-limit BYTES": "refuse keys and optimizers beyond this limit, such as 512M or 2G; "
             "KVPS_MEMORY_LIMIT (80 %% of memory)",
+            "--table-dir DIR": "keep rows of embedding tables beyond the memory limit in files here, on a local "
+            "disk; KVPS_TABLE_DIR (none)",
             "--plugin MODULE ...": "import a module that registers optimizers; may be repeated; KVPS_PLUGIN",
             "--checkpoint-dir DIR": "write checkpoints here, and return to the last checkpoint after a "
             "server was lost; all servers may share DIR; KVPS_CHECKPOINT_DIR (none)",
@@ -108,6 +110,7 @@ def main(argv: Sequence[str]) -> int:
         bind,
         rank=rank,
         memory_limit=limit,
+        table_dir=parsed.table_dir or config.text("KVPS_TABLE_DIR"),
         threads=threads,
         plugins=plugins,
         advertise=advertise,

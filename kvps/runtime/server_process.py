@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 
@@ -30,6 +31,7 @@ from kvps.observe.place import Place
 from kvps.observe.sampler import Sample, Sampler, network_values
 from kvps.protocol.envelope import Role
 from kvps.runtime.member_process import on_stop, own_host, own_identity, report, serving_if_asked
+from kvps.runtime.row_file import tier_in
 from kvps.runtime.server_parts import Part, ServerParts
 from kvps.runtime.storage_thread import StorageThread
 from kvps.runtime.transport import open_transport
@@ -45,6 +47,7 @@ def run_server(
     *,
     rank: int | None = None,
     memory_limit: int | None = None,
+    table_dir: str | None = None,
     threads: int | None = None,
     plugins: Sequence[str] = (),
     advertise: str | None = None,
@@ -63,6 +66,7 @@ def run_server(
         rank: which server to be; None for any.
         memory_limit: bytes of weights, second buffers, sums of open rounds and optimizer state; keys and
             optimizers beyond it are refused. None is 80 % of what the machine, or the container, has.
+        table_dir: where rows of embedding tables lie that are beyond ``memory_limit``; None to refuse them.
         threads: threads that compute, each a part of a block; None leaves it to torch.
         plugins: modules that register optimizers when they are imported.
         advertise: the host that workers are told, if ``bind`` names none.
@@ -88,6 +92,7 @@ def run_server(
     descriptors.make_room(descriptors.of_server(0, SEATS_MAX))  # how many will come is not known yet
     transport, memory, listens = open_transport(bind, keys, limits)
     log.info("server at %s", listens)
+    tier = None if table_dir is None else partial(tier_in, table_dir)
     identity = replace(
         own_identity(Role.SERVER, scheduler, keys),
         rank=rank,
@@ -108,7 +113,7 @@ def run_server(
         "limits": asdict(limits),
     }
     record = lenses.recorder(header, annexes.load("recorded-values").dumps)
-    core = Server(identity, now, limit, lenses.recorded(memory, record), threads, every_s, limits)
+    core = Server(identity, now, limit, lenses.recorded(memory, record), threads, every_s, limits, tier)
     logs.speak_as(lambda: logs.Speaker("server", core.member.rank if core.member.welcome else rank))
     inbox: Inbox[Server] = Inbox(transport)
     inbox.put(Server.start)
@@ -125,7 +130,7 @@ def run_server(
         endpoint = f"tcp://{config.host_of(identity.endpoint)}:{config.port_of('', listens)}"
         public = "" if own is None else own.session.public
         second = replace(identity, rank=None, endpoint=endpoint, public_key=public, standby=True)
-        core = Server(second, time.monotonic(), limit, memory, threads, every_s, limits)
+        core = Server(second, time.monotonic(), limit, memory, threads, every_s, limits, tier)
         inbox: Inbox[Server] = Inbox(opened)
         inbox.put(Server.start)
         lens = lenses.member_lens(Role.SERVER, opened, core.member.envelope, lambda: core.counts)

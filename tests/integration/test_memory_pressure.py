@@ -1,13 +1,12 @@
 """A server in a control group that is nearly full: new work is refused, the kernel kills nobody, and training goes on."""
 
-import contextlib
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import Processes, until
+from tests.integration.processes import Processes
+from tests.support.cgroup import limited
 from tests.support.scraping import HTTP, url_of
 
 LIMIT_MIB = 700
@@ -42,23 +41,8 @@ print("goes on", kv.pull("first").sum().item(), flush=True)
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """Yield a control group of its own, of 700 MiB; skip where none can be made."""
-    roots = [(Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes")]
-    roots += [(Path("/sys/fs/cgroup"), "memory.max")]
-    for root, limit in roots:
-        folder = root / f"kvps-test-{uuid.uuid4().hex[:8]}"
-        with contextlib.suppress(OSError):
-            folder.mkdir()
-            try:
-                (folder / limit).write_text(str(LIMIT_MIB << 20))
-            except OSError:
-                folder.rmdir()
-                continue
-            yield folder  # processes are made after it, and end before
-            until(lambda folder=folder: not (folder / "cgroup.procs").read_text(), "empty group")
-            folder.rmdir()
-            return
-    pytest.skip("no control group with a memory limit can be made here (needs root)")
+    with limited(LIMIT_MIB) as folder:
+        yield folder
 
 
 @pytest.mark.thorough

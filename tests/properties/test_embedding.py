@@ -1,5 +1,8 @@
 """A table under random use, beside a plain dict that does the same."""
 
+import errno
+from contextlib import suppress
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvps.core.embedding import arena
 from kvps.core.embedding.spec import EmbeddingSpec, recipe_of
+from kvps.core.embedding.stored import loaded
 from kvps.core.embedding.table import EVICTED, EmbeddingRows
+from kvps.errors import StorageError
+from tests.support.memory_disk import MemoryDisk
 from tests.support.table_messages import pull_rows, push_rows
 
 IDS = st.sets(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 30), max_size=12)
@@ -50,10 +56,13 @@ class Model(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.recipe = recipe(self.MAX_ROWS, self.MAX_AGE)
-        self.table = EmbeddingRows(self.recipe)
+        self.table = self.make()
         self.rows: dict[int, Row] = {}
         self.version = 0
         self.kept: list[tuple[object, object, list[torch.Tensor]]] = []
+
+    def make(self) -> EmbeddingRows:
+        return EmbeddingRows(self.recipe)
 
     def first(self, one: int) -> torch.Tensor:
         values = self.recipe.first.values(np.array([one], np.int64), DIM, self.recipe.seed)
@@ -111,7 +120,7 @@ class Model(RuleBasedStateMachine):
     @rule()
     def keep(self) -> None:
         kept, release = self.table.keep()
-        copies = [one.columns["weight"].clone() for one in kept.arenas]
+        copies = [loaded(one.columns["weight"]).clone() for one in kept.arenas]
         self.kept.append((kept, release, copies))
 
     @precondition(lambda self: self.kept)
@@ -123,7 +132,7 @@ class Model(RuleBasedStateMachine):
     @rule()
     def move(self) -> None:
         """Another table takes all over, as after a restart."""
-        other = EmbeddingRows(self.recipe)
+        other = self.make()
         start = 0
         while True:
             block = self.table.block(start, 4, with_state=True)
@@ -141,13 +150,52 @@ class Model(RuleBasedStateMachine):
         for kept, _, copies in self.kept:
             for one, copy in zip(kept.arenas, copies, strict=True):  # type: ignore[attr-defined]
                 used = max(0, len(kept.ids) - one.start)  # type: ignore[attr-defined]
-                assert torch.equal(one.columns["weight"][:used], copy[:used])
+                assert torch.equal(loaded(one.columns["weight"][:used]), copy[:used])
 
 
 class Unbounded(Model):
     """Nothing goes."""
 
     MAX_ROWS = MAX_AGE = 0
+
+
+class Tiered(Model):
+    """Memory holds few rows, and the disk is full now and then."""
+
+    MAX_ROWS = 60
+
+    def __init__(self) -> None:
+        self.disk = MemoryDisk()
+        super().__init__()
+
+    def make(self) -> EmbeddingRows:
+        self.tier = self.disk.tier(room=12 * 2 * DIM * 8)
+        return EmbeddingRows(self.recipe, tier=self.tier)
+
+    @rule(error=st.sampled_from([0, 0, errno.ENOSPC]))
+    def fill_disk(self, error: int) -> None:
+        self.disk.error = error
+
+    @rule()
+    def keep(self) -> None:
+        try:
+            super().keep()
+        except StorageError:
+            assert self.disk.error
+
+    @rule()
+    def settle(self) -> None:
+        if self.disk.error:
+            with suppress(StorageError):
+                self.tier.settle()
+        else:
+            self.tier.settle()
+            assert self.tier.hot_bytes <= self.tier.room() or len(list(self.table.arenas)) == 1
+
+    @rule()
+    def move(self) -> None:
+        self.disk.error = None
+        super().move()
 
 
 @pytest.fixture(autouse=True)
@@ -158,5 +206,7 @@ def _small_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TestBounded = Model.TestCase
 TestBounded.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestTiered = Tiered.TestCase
+TestTiered.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestUnbounded = Unbounded.TestCase
 TestUnbounded.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)

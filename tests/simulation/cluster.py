@@ -19,6 +19,7 @@ from kvps.core.effects import Copied, Finish, Save
 from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.id_split import SplitIds
 from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.embedding.tiered import Tier
 from kvps.core.membership_client import JOIN_MAX_S, Identity
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.scheduler.scheduler import Scheduler, Settings
@@ -350,6 +351,8 @@ class Cluster:
         machines: Sequence[int] = (),
         rates: dict[str, float] | None = None,
         checkpoint_every_s: float | None = None,
+        memory_limit: int | None = None,
+        tier: Callable[[], Tier] | None = None,
         has_keys: bool = False,
         most_workers: int = 0,
     ) -> None:
@@ -364,6 +367,8 @@ class Cluster:
         self.network = Network(seed, faults or Faults())
         self.network.rates = rates or {}
         self.checkpoint_every_s = checkpoint_every_s
+        self.memory_limit = memory_limit
+        self.tier = tier
         """How often servers want cuts; None for servers without a disk."""
         self.shelves = Shelves(self.network)
         self.workers = workers
@@ -429,7 +434,13 @@ class Cluster:
         now = self.network.time(name)
         keys = keys_of(Role.SERVER, f"{rank}-{pid}") if self.has_keys else None
         identity = self._identity(Role.SERVER, rank, pid, keys, endpoint)
-        core = Server(identity, now, checkpoint_every_s=self.checkpoint_every_s)
+        core = Server(
+            identity,
+            now,
+            self.memory_limit,
+            checkpoint_every_s=self.checkpoint_every_s,
+            tier=self.tier,
+        )
         process = self.network.add(name, Role.SERVER, core, endpoint, keys)
         process.on_order = lambda effect: self.shelves.order(process, rank, effect.order)
         self._servers[rank] = process

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvps.checkpoint.reshard import regroup
+from kvps.core.embedding.stored import loaded
 from kvps.core.server.snapshot.model import RowsSnapshot, Snapshot
 from kvps.core.server.snapshot.storage import (
     Answer,
@@ -68,7 +69,9 @@ def _copies(parts: tuple[RowsSnapshot, ...]) -> tuple[RowsSnapshot, ...]:
             one,
             ids=one.ids.clone(),
             stamps=one.stamps.clone(),
-            columns={name: tuple([row.clone() for row in rows]) for name, rows in one.columns.items()},
+            columns={
+                name: tuple([loaded(row).clone() for row in rows]) for name, rows in one.columns.items()
+            },
             counts=one.counts.clone(),
         )
         for one in parts
@@ -121,7 +124,7 @@ class Shelves:
             if isinstance(order, Write):
                 assert former is not None
                 pairs = zip(order.snapshot.tensors(), former.tensors(), strict=True)
-                if not all(torch.equal(now, then) for now, then in pairs):
+                if not all(torch.equal(loaded(now), loaded(then)) for now, then in pairs):
                     self._changed.add((server, order.cut))
             answer = self._answer(server, order, former)
             if answer is not None:

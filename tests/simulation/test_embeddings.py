@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvps.core.embedding import arena
+from kvps.core.embedding import arena, tiered
 from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.spec import EmbeddingSpec, recipe_of
 from kvps.core.embedding.table import EmbeddingRows
@@ -18,11 +18,14 @@ from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults
 from tests.simulation.test_returns import Loss, Supervisor
 from tests.simulation.training import FEWER, Job, faults_of, once, patient, replayable, seeds
+from tests.support.memory_disk import MemoryDisk
 from tests.support.table_messages import pull_rows, push_rows
 
 KEY = EMBEDDING + "t"
 DIM = 2
 ALL = np.arange(-10, 60)
+TIERED_LIMIT = 350
+"""Bytes of memory that a few rows take."""
 
 
 @dataclass
@@ -216,17 +219,20 @@ def train_through(job: TableJob, rank: int) -> Script:
 
 
 @pytest.mark.spec("R195")
+@pytest.mark.parametrize("is_tiered", [False, True])
 @pytest.mark.parametrize("seed", seeds(24))
 def test_servers_return_to_the_rows_of_a_cut(
-    seed: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    seed: int, is_tiered: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena, "ARENA_BYTES_MIN", 256)  # so that there are several
+    monkeypatch.setattr(arena, "ARENA_BYTES_MIN", 64 if is_tiered else 256)  # so that there are several
     monkeypatch.setattr(arena, "ARENA_BYTES_MAX", 512)
+    monkeypatch.setattr(tiered, "ROW_BYTES", 0)
     dice = random.Random(seed)
     job = job_of(seed)
     job.steps, job.kills = 30, []
     job.store = Store()
     job.faults = replace(job.faults, jitter_s=min(job.faults.jitter_s, 0.1))
+    disk = MemoryDisk()
     with replayable(request, job):
         cluster = Cluster(
             job.workers,
@@ -235,6 +241,8 @@ def test_servers_return_to_the_rows_of_a_cut(
             job.seed,
             job.faults,
             checkpoint_every_s=dice.choice([0.05, 0.3]),
+            memory_limit=TIERED_LIMIT if is_tiered else None,
+            tier=disk.tier if is_tiered else None,
         )
         cluster.shelves.takes_s = dice.choice([0.01, 0.1])
         supervisor = Supervisor(cluster)
@@ -245,6 +253,7 @@ def test_servers_return_to_the_rows_of_a_cut(
         cluster.run(2_000)
         for client in cluster.ended_well():
             is_whole(job, client.result)
+    assert not is_tiered or disk.written
 
 
 # --- several tables in one message ----------------------------------------------------------------

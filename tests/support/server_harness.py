@@ -8,12 +8,14 @@ what the server said, as :class:`Said`.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from kvps.core.effects import Disk, Effect, Send
+from kvps.core.embedding.tiered import Tier
 from kvps.core.limits import Limits
 from kvps.core.membership_client import Identity
 from kvps.core.optim.hyperparams import resolve
@@ -90,6 +92,8 @@ class ServerStage:
     limits: Limits | None = None
     most: int = 0
     """Workers may be added until there are so many."""
+    tier: Callable[[], Tier] | None = None
+    """Makes the place of rows that memory does not hold."""
     counts_late: bool = False
     """The store that was opened last counts late pushes."""
     notes: list[Effect] = field(default_factory=list)
@@ -98,7 +102,12 @@ class ServerStage:
     def __post_init__(self) -> None:
         identity = Identity(Role.SERVER, "tcp://scheduler:1", "host", 7, "kvps 0.1")
         self.server = Server(
-            identity, self.now, self.memory_limit, checkpoint_every_s=self.every_s, limits=self.limits
+            identity,
+            self.now,
+            self.memory_limit,
+            checkpoint_every_s=self.every_s,
+            limits=self.limits,
+            tier=self.tier,
         )
         self.seqs = [0] * self.workers
         self.pieces: dict[str, tuple[Piece, ...]] = {}

@@ -17,14 +17,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvps.core.embedding.arena import ArenaGroup, Slots
+from kvps.core.embedding.arena import Slots
 from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.id_index import Indexes
 from kvps.core.embedding.id_split import runs
 from kvps.core.embedding.pages import spread
-from kvps.core.embedding.spec import WEIGHT
 from kvps.core.embedding.table import EmbeddingRows, fresh_rows
-from kvps.core.optim.sparse_update import update_placed
 from kvps.core.optim.torch_rules import Terms
 from kvps.tensors import by_row
 
@@ -70,7 +68,7 @@ class AlikeTables:
     def __init__(self, tables: Sequence[EmbeddingRows]) -> None:
         self.tables = tuple(tables)
         self._indexes = Indexes([table.index for table in tables])
-        self._arenas = ArenaGroup([table.arenas for table in tables])
+        self._arenas = tables[0].arenas.group([table.arenas for table in tables])
         self._seeds = np.array([table.recipe.seed for table in tables], np.uint64)
         self._recipe = tables[0].recipe
         self._pulled: dict[tuple[bytes, tuple[int, ...]], _Found] = {}
@@ -119,9 +117,7 @@ class AlikeTables:
             gradients = gradients.div(divisor)
         if len(slots):
             first = self.tables[0]
-            placed = self._arenas.places_to_write(slots, sizes)
-            terms = Terms(step, *first.updater.rates)
-            update_placed(placed.pop(WEIGHT), placed, gradients, first.updater, terms, is_read=True)
+            self._arenas.update(slots, sizes, gradients, first.updater, Terms(step, *first.updater.rates))
             for table, version, (begin, end) in zip(self.tables, versions, _ranges(sizes), strict=True):
                 if begin < end:
                     table.stamp(slots[begin:end], version, version)

@@ -25,7 +25,9 @@ import torch
 
 from kvps.core.embedding.pages import spread, zeros
 from kvps.core.embedding.spec import WEIGHT
-from kvps.core.optim.sparse_update import Placed
+from kvps.core.embedding.stored import Kept
+from kvps.core.optim.base import Terms, Updater
+from kvps.core.optim.sparse_update import Placed, update_placed
 from kvps.tensors import at_address, by_row
 
 ARENA_BYTES_MIN, ARENA_BYTES_MAX = 1 << 20, 64 << 20
@@ -57,15 +59,20 @@ slots, for their places there."""
 class Arenas:
     """The rows of one table.
 
+    Another arena is as large as all of them together, or one in 2 ** ``growth_bits`` parts of that.
+
     Args:
         columns: by name, the element type of each column, and the elements of a row in it; ``weight`` is one
             of them.
     """
 
+    growth_bits = 0
+
     def __init__(self, columns: dict[str, tuple[torch.dtype, int]]) -> None:
         self.columns = columns
-        self._row_bytes = sum([dtype.itemsize * width for dtype, width in columns.values()])
-        self._unit_bits = max(1, ARENA_BYTES_MIN // self._row_bytes).bit_length() - 1
+        self.record_bytes = sum([dtype.itemsize * width for dtype, width in columns.values()])
+        """Bytes of a row in all columns."""
+        self._unit_bits = max(1, ARENA_BYTES_MIN // self.record_bytes).bit_length() - 1
         """Arenas are whole units of 2 to this many rows."""
         self._arenas: list[Arena] = []
         self.room = 0
@@ -81,13 +88,36 @@ class Arenas:
         if self.room >= rows:
             return
         while self.room < rows:
-            size = self.room * self._row_bytes
-            size = max(ARENA_BYTES_MIN, min(size, ARENA_BYTES_MAX))
-            count = max(1, size // self._row_bytes >> self._unit_bits) << self._unit_bits
+            count = self._next_rows
             columns = {name: _aligned(count, *column) for name, column in self.columns.items()}
             self._arenas.append(Arena(self.room, count, columns))
             self.room += count
         self.moves += 1
+
+    @property
+    def _next_rows(self) -> int:
+        """Rows of the next arena."""
+        size = self.room * self.record_bytes >> self.growth_bits
+        size = max(ARENA_BYTES_MIN, min(size, ARENA_BYTES_MAX))
+        return max(1, size // self.record_bytes >> self._unit_bits) << self._unit_bits
+
+    def covers(self, slots: int) -> bool:
+        """Return whether there is room for so many slots."""
+        return self.room >= slots
+
+    def group(self, parts: Sequence[Arenas]) -> ArenaGroup:
+        """Return the rows of some tables, all like this one, as a group."""
+        return ArenaGroup(parts)
+
+    def forget(self, slots: Slots) -> None:
+        """Give up the rows at ``slots``."""
+
+    def settle(self) -> None:
+        """Heed the limit of memory, after rows were restored.
+
+        Raises:
+            StorageError: if rows should go to a disk, and cannot.
+        """
 
     def read(self, slots: Slots, names: Sequence[str] | None = None) -> Columns:
         """Return copies of the rows at ``slots``, [len(slots), dim], of the named columns; None for all."""
@@ -95,9 +125,14 @@ class Arenas:
         placed = ArenaGroup((self,)).places(slots, (len(slots),))
         return {name: placed[name][0].index_select(0, placed[name][1]) for name in names or placed}
 
-    def keep(self) -> tuple[list[Arena], Callable[[], None]]:
-        """Return the arenas as they are now, and a function that releases them."""
-        kept = [Arena(arena.start, arena.rows, dict(arena.columns)) for arena in self._arenas]
+    def keep(self, used: int) -> tuple[Slots, list[Kept], Callable[[], None]]:
+        """Return slots below ``used``, the rows as they are now, in this order, and a function that releases
+        them.
+
+        Raises:
+            StorageError: if rows cannot be put on a disk, where they should be.
+        """
+        kept = [Kept(arena.start, dict(arena.columns)) for arena in self._arenas]
         holders = list(self._arenas)
         for arena in holders:
             arena.holds += 1
@@ -106,7 +141,7 @@ class Arenas:
             for arena in holders:
                 arena.holds -= 1
 
-        return kept, release
+        return np.arange(used), kept, release
 
     def part(self, slots: Slots) -> None:
         """Replace the arenas of ``slots`` that snapshots hold by copies."""
@@ -123,9 +158,15 @@ class Arenas:
         self.moves += 1
 
     @property
+    def counted_row_bytes(self) -> int:
+        """Bytes that the memory budget counts for a row: its weights."""
+        dtype, width = self.columns[WEIGHT]
+        return dtype.itemsize * width
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of all arenas, touched or not."""
-        return self.room * self._row_bytes
+        return self.room * self.record_bytes
 
     def check(self) -> None:
         """Assert the invariants: arenas lie end to end, their columns are as long, and windows show them."""
@@ -214,6 +255,13 @@ class ArenaGroup:
         at = shifts.take(units, mode="clip") + slots
         at[slots < 0] = at[slots.argmax()]
         torch.index_select(rows, 0, torch.from_numpy(at), out=out)
+
+    def update(
+        self, slots: Slots, sizes: Sequence[int], gradients: torch.Tensor, updater: Updater, terms: Terms
+    ) -> None:
+        """Update the rows at ``slots``, each named once; gradients are only read."""
+        placed = self.places_to_write(slots, sizes)
+        update_placed(placed.pop(WEIGHT), placed, gradients, updater, terms, is_read=True)
 
     def write(self, slots: Slots, sizes: Sequence[int], columns: Columns) -> None:
         """Write rows to ``slots``, each named once."""

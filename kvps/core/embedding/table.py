@@ -24,11 +24,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvps.core.embedding.arena import Arena, ArenaGroup, Arenas, Columns, Slots
+from kvps.core.embedding.arena import Arenas, Columns, Slots
 from kvps.core.embedding.id_hash import Ids, Seeds
 from kvps.core.embedding.id_index import IdIndex
 from kvps.core.embedding.pages import grown, selected
 from kvps.core.embedding.spec import WEIGHT, Admission, EmbeddingSpec, columns_of, new_state
+from kvps.core.embedding.stored import Kept
+from kvps.core.embedding.tiered import Tier, TieredArenas
 from kvps.core.optim.torch_rules import Updater, create
 from kvps.tensors import TORCH
 
@@ -62,9 +64,9 @@ class TableState(NamedTuple):
     """A table as it is at one moment."""
 
     ids: Ids
-    """Slot -> id; undefined where the stamp is 0."""
+    """Those of all rows; undefined where the stamp is 0."""
     stamps: npt.NDArray[np.int64]
-    arenas: list[Arena]
+    arenas: list[Kept]
     counts: npt.NDArray[np.uint8] | None
     counted: int
     lr: float
@@ -76,9 +78,10 @@ class EmbeddingRows:
     Args:
         recipe: the arguments that it is made by.
         servers: how many share its rows.
+        tier: where rows go that memory does not hold; None to hold all.
     """
 
-    def __init__(self, recipe: EmbeddingSpec, servers: int = 1) -> None:
+    def __init__(self, recipe: EmbeddingSpec, servers: int = 1, tier: Tier | None = None) -> None:
         self.recipe = recipe
         self.kind = replace(recipe, seed=0)
         """The specification without the seed, which alike tables share."""
@@ -86,7 +89,8 @@ class EmbeddingRows:
         """The hyper-parameters, with the learning rate that was set last."""
         self.updater: Updater = create(recipe.hyper)
         self._rows_max = -(-recipe.max_rows // servers)
-        self.arenas = Arenas(columns_of(recipe))
+        columns = columns_of(recipe)
+        self.arenas = Arenas(columns) if tier is None else TieredArenas(columns, tier)
         self.index = IdIndex()
         self._stamps: Stamps = np.zeros(0, np.int32)
         """By slot, the version that the last push to it made; 0 where there is no row. Of 64 bits from the
@@ -118,11 +122,6 @@ class EmbeddingRows:
     def columns(self) -> tuple[str, ...]:
         """Names of the columns: ``weight``, and the optimizer's states."""
         return tuple(self.arenas.columns)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row's weights."""
-        return self.recipe.dim * TORCH[self.recipe.dtype].itemsize
 
     @property
     def size_bytes(self) -> int:
@@ -173,6 +172,7 @@ class EmbeddingRows:
 
     def _drop(self, slots: Slots) -> None:
         self._stamps[slots] = 0
+        self.arenas.forget(slots)
         self.index.drop(slots)
 
     # --- exports and images -----------------------------------------------------------------------
@@ -200,11 +200,11 @@ class EmbeddingRows:
 
     def keep(self) -> tuple[TableState, Callable[[], None]]:
         """Return the table as it is now, and a function that releases it."""
-        arenas, release = self.arenas.keep()
-        used, admission = self.index.used, self._admission
+        slots, arenas, release = self.arenas.keep(self.index.used)
+        admission = self._admission
         kept = TableState(
-            self.index.ids_at(np.arange(used)),
-            self._stamps[:used].astype(np.int64),
+            self.index.ids_at(slots),
+            self._stamps[slots].astype(np.int64),
             arenas,
             None if admission is None else admission.counts.copy(),
             0 if admission is None else admission.counted,
@@ -218,7 +218,8 @@ class EmbeddingRows:
         self.make_room()
         self.stamp(slots, stamps, int(stamps.max(initial=0)))
         first = fresh_rows(self.recipe, ids, np.uint64(self.recipe.seed))
-        ArenaGroup((self.arenas,)).write(slots, (len(ids),), self.new_columns(first) | columns)
+        self.arenas.group((self.arenas,)).write(slots, (len(ids),), self.new_columns(first) | columns)
+        self.arenas.settle()
 
     def count_in(self, counts: npt.NDArray[np.uint8], counted: int) -> None:
         """Take in how often ids without a row were pushed, as an image has it."""
@@ -232,7 +233,7 @@ class EmbeddingRows:
         used = self.index.used
         assert np.count_nonzero(self._stamps[:used]) == len(self)
         assert not self._stamps[used:].any()
-        assert self.arenas.room >= used
+        assert self.arenas.covers(used)
         if self._rows_max:
             assert len(self) <= self._rows_max
 

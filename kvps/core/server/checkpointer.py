@@ -41,7 +41,7 @@ from kvps.core.server.snapshot.storage import (
     SnapshotWritten,
     Write,
 )
-from kvps.errors import ConfigError, KvpsError, Overload
+from kvps.errors import ConfigError, KvpsError, Overload, StorageError
 from kvps.protocol.envelope import Message
 
 ORDERS = (p.TakeImage, p.Commit, p.GiveUp, p.Recall, p.Restore)
@@ -143,7 +143,13 @@ class Checkpointer:
         taking = self.taking
         if taking.taken or not control.is_settled:
             return
-        snapshot, taking.release = control.snapshot()
+        try:
+            snapshot, taking.release = control.snapshot()
+        except StorageError as error:
+            taking.taken = True
+            self._say(p.ImageTaken(taking.cut))
+            self._written(SnapshotWritten(taking.cut, 0, "", error))
+            return
         taking.taken, taking.stores = True, _sums(snapshot)
         taking.is_resumed = control.is_resumed
         self._say(p.ImageTaken(taking.cut))

@@ -9,6 +9,7 @@ that needs something to exist is *pending* in its session, as a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from typing import TypeVar
 
@@ -109,16 +110,18 @@ class Control:
         return any(store.restored for store in self._context.stores.values())
 
     def snapshot(self) -> tuple[Snapshot, Callable[[], None]]:
-        """Return the contents of all stores, and a function that releases them."""
-        chunks = self._chunks
-        releases = [chunk.keep() for chunk in chunks.by_number.values()]
+        """Return the contents of all stores, and a function that releases them.
+
+        Raises:
+            StorageError: if rows of tables cannot be kept on a disk.
+        """
+        chunks, releases = self._chunks, ExitStack()
+        with releases:
+            for chunk in chunks.by_number.values():
+                releases.callback(chunk.keep())
+            kept = releases.pop_all()
         stores = tuple([capture.snapshot_of(store, chunks) for store in self._context.stores.values()])
-
-        def release() -> None:
-            for let_go in releases:
-                let_go()
-
-        return Snapshot(chunks.server, chunks.servers, stores), release
+        return Snapshot(chunks.server, chunks.servers, stores), kept.close
 
     def restore(self, snapshot: Snapshot) -> None:
         """Take over the contents of ``snapshot``; there are no stores yet.

@@ -5,7 +5,8 @@ the optimizer's state once it is updated. All of that is reserved when the key i
 optimizer is set, so that a model that does not fit is refused there, with the sum, and not by the kernel in
 the middle of training. What a push or an answer takes on its way is bounded by the protocol's windows, and is
 within the fifth of the memory that a server leaves alone by default. Tables grow by pushes, and count what
-they hold. Rounds beyond the oldest one are opened while what is left has room for their sums: a push that
+they hold; with a tier on a disk (:mod:`kvps.core.embedding.tiered`), their rows have what nothing else
+takes. Rounds beyond the oldest one are opened while what is left has room for their sums: a push that
 would open another is not taken in, and is sent again later.
 
 Memory pressure
@@ -21,6 +22,7 @@ checkpoints go on. The readings come from outside.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from operator import add
@@ -180,6 +182,17 @@ class MemoryBudget:
         """Store -> its keys."""
         self.publications = 0
         """Bytes of the versions that readers may read."""
+        self._tier = chunks.tier
+        if self._tier is not None:
+            self._tier.room = self._room
+
+    def _room(self) -> float:
+        """Return the bytes that are left for rows in memory."""
+        return math.inf if self.limit_bytes is None else self.limit_bytes - self._fixed(self.reserved())
+
+    def _fixed(self, reserved: Reservation) -> int:
+        """Return the bytes of all that cannot go to a disk."""
+        return sum(reserved) - (0 if self._tier is None else self._tier.hot_bytes)
 
     def drop(self, store: str) -> None:
         """Count a store no more."""
@@ -243,19 +256,22 @@ class MemoryBudget:
 
         Raises:
             Overload: if there is no room left.
+            StorageError: if rows should go to a disk, and cannot.
         """
         self.pressure.demand_room(f"a push to table {table.removeprefix(EMBEDDING)!r}, which grows by it,")
         reserved = self.reserved()
-        if self.limit_bytes is not None and sum(reserved) > self.limit_bytes:
+        if self.limit_bytes is not None and self._fixed(reserved) > self.limit_bytes:
             raise Overload(
                 f"no room for more rows of table {table.removeprefix(EMBEDDING)!r}: "
                 f"{self._account(reserved)} Evict rows (evict=), add servers or raise the limit",
                 limit="rows",
             )
+        if self._tier is not None:
+            self._tier.settle()
 
     def lacks_room(self, more: int) -> bool:
         """Return whether so many bytes more of publications are too many."""
-        return self.limit_bytes is not None and sum(self.reserved()) + more > self.limit_bytes
+        return self.limit_bytes is not None and self._fixed(self.reserved()) + more > self.limit_bytes
 
     def demand_publication(self, what: str, more: int) -> None:
         """Check that there is room for so many bytes more of publications.
@@ -280,13 +296,16 @@ class MemoryBudget:
         if self.limit_bytes is None:
             return True
         reserved = self.reserved()
-        return sum(reserved) + rounds * reserved.sums <= self.limit_bytes
+        return self._fixed(reserved) + rounds * reserved.sums <= self.limit_bytes
 
     def reserved(
         self, store: str = "", terms: MemoryTerms | None = None, changed: Mapping[str, int] | None = None
     ) -> Reservation:
         """Return what all stores take; with ``terms``, if one had these and so many elements more."""
-        total = Reservation(tables=sum(self._chunks.table_bytes.values()), publications=self.publications)
+        tables = sum(self._chunks.table_bytes.values())
+        if self._tier is not None:
+            tables += self._tier.index_bytes + self._tier.hot_bytes
+        total = Reservation(tables=tables, publications=self.publications)
         for name, known in self.terms.items():
             counts = self._chunks.counts[name]
             if terms is not None and name == store:
@@ -297,12 +316,14 @@ class MemoryBudget:
 
     def _demand(self, what: str, store: str, terms: MemoryTerms, changed: Mapping[str, int]) -> None:
         reserved = self.reserved(store, terms, changed)
-        if self.limit_bytes is not None and sum(reserved) > self.limit_bytes:
+        if self.limit_bytes is not None and self._fixed(reserved) > self.limit_bytes:
             raise Overload(
                 f"no room for {what} of store {store!r}: {self._account(reserved)} Add servers (each holds "
                 "a part), raise the limit, or use an optimizer with less state",
                 limit="memory",
             )
+        if self._tier is not None:
+            self._tier.settle(sum(reserved) - sum(self.reserved()))
 
     def _account(self, reserved: Reservation) -> str:
         assert self.limit_bytes is not None

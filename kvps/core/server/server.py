@@ -18,10 +18,12 @@ along any route. :meth:`Server.admit` judges by the envelope alone, before a pac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvps import protocol as p
 from kvps.core.effects import Connect, Core, CoreOutbox, Effect, Exit, Note, Route, Send, Trust
+from kvps.core.embedding.tiered import Tier
 from kvps.core.limits import Limits
 from kvps.core.membership_client import SCHEDULER, STILL_S, Identity, MembershipClient, check_protocol
 from kvps.core.server.answer import Answers
@@ -81,6 +83,7 @@ class Server(Core):
         threads: int = 1,
         checkpoint_every_s: float | None = None,
         limits: Limits | None = None,
+        tier: Callable[[], Tier] | None = None,
     ) -> None:
         """Begin.
 
@@ -93,6 +96,7 @@ class Server(Core):
             checkpoint_every_s: how often to write a checkpoint, 0 for never unless asked; None
                 without a place for them.
             limits: the named limits; None for the defaults.
+            tier: returns where rows of tables go that memory does not hold; None if it has to hold all.
         """
         self.outbox = CoreOutbox()
         self._outbox: list[Effect] = []
@@ -108,6 +112,7 @@ class Server(Core):
         self._memory_limit = memory_limit
         self._limits = limits
         self.publications = Publications(self.member, self._outbox)
+        self._tier = tier
         self._make_parts(0, 1, 0, {})
         self._endpoints: dict[int, tuple[str, int]] = {}
         """Server rank -> (endpoint, incarnation) that this server is connected to."""
@@ -304,7 +309,7 @@ class Server(Core):
         self, server: int, servers: int, workers: int, lives: dict[int, int], *, replaces: bool = False
     ) -> None:
         self.counts.forget()
-        chunks = Chunks(self._memory, server, servers)
+        chunks = Chunks(self._memory, server, servers, self._tier and self._tier())
         self.context = RequestContext(self.member, chunks, self._outbox, lives, self.counts, self._limits)
         self.answers = Answers(self.context)
         self.rules = RuleBook(self.context, self.answers.wake, workers, self._threads)

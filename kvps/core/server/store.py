@@ -16,6 +16,7 @@ from typing import Generic, TypeAlias, TypeVar
 import torch
 
 from kvps.core.embedding.table import EmbeddingRows
+from kvps.core.embedding.tiered import Tier
 from kvps.core.optim.base import MASTER, State
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.optim.torch_rules import Updater, create
@@ -379,6 +380,11 @@ class ServerStore:
     def chunk_at(self, piece: Piece) -> Chunk:
         """Return the chunk in which a piece of one of these keys lies."""
         return self._chunks.by_number[piece.chunk]
+
+    @property
+    def tier(self) -> Tier | None:
+        """Where rows of tables go that memory does not hold."""
+        return self._chunks.tier
 
     def grow(self, size: int) -> None:
         """Add ``size`` bytes of rows, which may be negative, to the bytes that the server holds."""

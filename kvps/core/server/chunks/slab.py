@@ -24,6 +24,7 @@ import torch
 
 from kvps.core.embedding.alike import AlikeTables, alike_runs
 from kvps.core.embedding.table import EmbeddingRows, TableState
+from kvps.core.embedding.tiered import Tier
 from kvps.core.optim.torch_rules import State
 from kvps.core.placement import whole
 from kvps.core.server.chunks.history import NONE, ChangeLog, CompressedHistory
@@ -312,14 +313,19 @@ class Chunk:
         return self.state
 
     def keep(self) -> Callable[[], None]:
-        """Freeze the present values and state; return a function that releases them."""
-        buffer, self._kept_state = self.buffer.hold(), self.state
-        releases = [buffer.release]
-        if self.back is not None:
-            releases.append(self.back.keep())
-        if self.embedding is not None:
+        """Freeze the present values and state; return a function that releases them.
+
+        Raises:
+            StorageError: if rows of a table cannot be kept on a disk; nothing is frozen.
+        """
+        releases: list[Callable[[], None]] = []
+        if self.embedding is not None:  # first: it may fail
             self.kept, release_rows = self.embedding.keep()
             releases.append(release_rows)
+        buffer, self._kept_state = self.buffer.hold(), self.state
+        releases.append(buffer.release)
+        if self.back is not None:
+            releases.append(self.back.keep())
 
         def release() -> None:
             self._kept_state = self.kept = None
@@ -381,9 +387,13 @@ class Chunk:
 class Chunks:
     """All chunks of a server, by their number."""
 
-    def __init__(self, memory: Memory = PRIVATE, server: int = 0, servers: int = 1) -> None:
+    def __init__(
+        self, memory: Memory = PRIVATE, server: int = 0, servers: int = 1, tier: Tier | None = None
+    ) -> None:
         self.memory = memory
         """Allocates values, so that other processes may read them."""
+        self.tier = tier
+        """Where rows of tables go that memory does not hold; None if it holds all."""
         self.server = server
         self.servers = servers
         self.by_number: dict[int, Chunk] = {}

@@ -99,7 +99,7 @@ def embed(store: ServerStore, key: str, recipe: EmbeddingSpec, server: int, serv
 
 
 def _make(store: ServerStore, key: str, recipe: EmbeddingSpec, server: int, servers: int) -> Piece:
-    rows = EmbeddingRows(recipe, servers)  # if it cannot be made, nothing was
+    rows = EmbeddingRows(recipe, servers, store.tier)  # if it cannot be made, nothing was
     store.check_room({key: ("int64", 1)})
     (piece,) = store.slab("int64").place(key, 1, (1,))
     chunk = store.chunk_at(piece)
@@ -411,7 +411,7 @@ def _move_alike(alike: AlikeTables, run: list[tuple[Rule, PendingUpdate]]) -> No
         if len(table) != before:
             rule.chunk.writable()[span.start] = len(table)
             grown += len(table) - before
-    run[0][0].store.grow(grown * alike.tables[0].row_bytes)
+    run[0][0].store.grow(grown * alike.tables[0].arenas.counted_row_bytes)
     run[0][0].shop.meter.moved(run[0][0].store.name, max([span.version for span in spans]))
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 
 from kvps.core.embedding.id_hash import servers_of
+from kvps.core.embedding.stored import StoredRows, loaded
 from kvps.core.embedding.table import EmbeddingRows, TableState
+from kvps.core.embedding.tiered import Tier
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.rules import table as embedding_rows
@@ -18,8 +20,8 @@ from kvps.core.server.store import ServerStore, Shard
 from kvps.errors import Mismatch
 from kvps.protocol.stores import Piece
 
-BLOCK_ROWS = 1 << 16
-"""Rows that are restored at once."""
+BLOCK_BYTES = 4 << 20
+"""Bytes of the rows that are restored at once."""
 
 
 def history_of(span: Span) -> SpanHistory:
@@ -62,9 +64,11 @@ def rows_of(rows: EmbeddingRows, kept: TableState) -> RowsSnapshot:
     )
 
 
-def filled(table: TableSnapshot, server: int = 0, servers: int = 1) -> EmbeddingRows:
+def filled(
+    table: TableSnapshot, server: int = 0, servers: int = 1, tier: Tier | None = None
+) -> EmbeddingRows:
     """Return the rows of a snapshot that belong on one server."""
-    rows = EmbeddingRows(table.recipe, servers)
+    rows = EmbeddingRows(table.recipe, servers, tier)
     rows.set_rate(table.lr)
     for part in table.parts:
         _put(rows, part, server, servers)
@@ -93,9 +97,9 @@ def revive(store: ServerStore, table: TableSnapshot, server: int, servers: int) 
     piece = embedding_rows.embed(store, table.key, table.recipe, server, servers)
     chunk = store.chunk_at(piece)
     before = len(embedding_rows.embedding_of(chunk))
-    rows = filled(table, server, servers)
+    rows = filled(table, server, servers, store.tier)
     store.replace_rows(chunk, rows)
-    store.grow((len(rows) - before) * rows.row_bytes)
+    store.grow((len(rows) - before) * rows.arenas.counted_row_bytes)
     chunk.writable()[piece.start] = len(rows)
     (span,) = chunk.spans
     span.rounds.clear()  # what was pushed to other rows is void
@@ -106,8 +110,9 @@ def revive(store: ServerStore, table: TableSnapshot, server: int, servers: int) 
 def _put(rows: EmbeddingRows, part: RowsSnapshot, server: int, servers: int) -> None:
     if part.counts.numel():
         rows.count_in(part.counts.numpy(), part.counted)
-    for begin in range(0, len(part.ids), BLOCK_ROWS):
-        stop = min(begin + BLOCK_ROWS, len(part.ids))
+    at_once = max(1, BLOCK_BYTES // rows.arenas.record_bytes)
+    for begin in range(0, len(part.ids), at_once):
+        stop = min(begin + at_once, len(part.ids))
         ids, stamps = part.ids[begin:stop].numpy(), part.stamps[begin:stop].numpy()
         is_mine = (stamps > 0) & (servers_of(ids, servers) == server)
         mask = torch.from_numpy(is_mine)
@@ -115,12 +120,12 @@ def _put(rows: EmbeddingRows, part: RowsSnapshot, server: int, servers: int) -> 
         rows.put(ids[is_mine], stamps[is_mine], columns)
 
 
-def _within(column: tuple[torch.Tensor, ...], start: int, stop: int) -> torch.Tensor:
+def _within(column: tuple[torch.Tensor | StoredRows, ...], start: int, stop: int) -> torch.Tensor:
     """Return the rows from ``start`` to ``stop`` of tensors that lie end to end."""
     parts, at = [], 0
     for tensor in column:
         low, high = max(start - at, 0), min(stop - at, len(tensor))
         if low < high:
-            parts.append(tensor[low:high])
+            parts.append(loaded(tensor[low:high]))
         at += len(tensor)
     return parts[0] if len(parts) == 1 else torch.cat(parts)

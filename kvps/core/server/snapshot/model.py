@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.embedding.stored import StoredRows
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.dtypes import Spec
 from kvps.protocol.stores import Open
@@ -71,7 +72,7 @@ class RowsSnapshot:
     """int64 [n]; undefined where the stamp is 0."""
     stamps: torch.Tensor
     """int64 [n]: the version that each row's last push made; 0 where there is no row."""
-    columns: dict[str, tuple[torch.Tensor, ...]]
+    columns: dict[str, tuple[torch.Tensor | StoredRows, ...]]
     """``weight`` and the optimizer's states: tensors [_, dim] that have n rows together."""
     counts: torch.Tensor
     """Count-min sketch of the pushes of ids without a row, uint8 [depth, width]; [0, 0] where they
@@ -91,7 +92,7 @@ class TableSnapshot:
     history: SpanHistory
     parts: tuple[RowsSnapshot, ...]
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def tensors(self) -> Iterator[torch.Tensor | StoredRows]:
         """Yield all tensors."""
         for part in self.parts:
             yield from (part.ids, part.stamps, part.counts)
@@ -152,7 +153,7 @@ class Snapshot:
     """Number of servers, which decides the placement of keys."""
     stores: tuple[StoreSnapshot, ...]
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def tensors(self) -> Iterator[torch.Tensor | StoredRows]:
         """Yield all tensors in a fixed order: the weight of each portion, then its state."""
         for store in self.stores:
             for table in store.tables:

@@ -50,8 +50,8 @@ def test_held_arenas_keep_their_values(small: Arenas) -> None:
     small.reserve(16)
     everywhere = np.arange(16)
     write(small, everywhere, rows(16))
-    kept, release = small.keep()
-    second, release_second = small.keep()
+    _, kept, release = small.keep(16)
+    _, second, release_second = small.keep(16)
     write(small, np.array([0]), {"weight": torch.tensor([[9.0, 9.0]]), "sum": torch.zeros(1, 2).half()})
     assert kept[0].columns["weight"][0].tolist() == [0.0, 1.0]
     assert second[0].columns["weight"][0].tolist() == [0.0, 1.0]

@@ -40,7 +40,7 @@ def recipe(**more: Any) -> EmbeddingSpec:
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "ARENA_BYTES_MIN", 8 * 24)
     monkeypatch.setattr(arena, "ARENA_BYTES_MAX", 16 * 24)
-    monkeypatch.setattr(capture_tables, "BLOCK_ROWS", 5)
+    monkeypatch.setattr(capture_tables, "BLOCK_BYTES", 5 * 24)
 
 
 def write(path: Path, image: Snapshot) -> None:

@@ -1,0 +1,61 @@
+"""Records on a disk."""
+
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvps.errors import ConfigError
+from kvps.runtime import row_file
+from kvps.runtime.row_file import DiskRows, tier_in
+
+
+def records(cells: np.ndarray, size: int, salt: int) -> np.ndarray:
+    return ((cells[:, None] * 7 + np.arange(size) + salt) % 251).astype(np.uint8)
+
+
+def test_records_come_back_from_their_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_file, "SPAN_BYTES", 300)
+    monkeypatch.setattr(row_file, "SLAB_BYTES_MIN", 1000)
+    random = np.random.default_rng(2)
+    file, salts = DiskRows(str(tmp_path), 30), {}
+    assert not list(tmp_path.iterdir())
+    for salt in range(40):
+        cells = np.sort(random.choice(200, random.integers(0, 60), replace=False))
+        file.write(cells, records(cells, 30, salt))
+        salts |= dict.fromkeys(cells.tolist(), salt)
+        known = random.permutation(list(salts))[: random.integers(0, 80)]
+        found = np.empty((len(known), 30), np.uint8)
+        file.read(known, found)
+        for one, record in zip(known, found, strict=True):
+            assert np.array_equal(record, records(np.array([one]), 30, salts[one])[0])
+
+
+def test_a_record_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    file = DiskRows(str(tmp_path), 30)
+    with pytest.raises(OSError, match="fewer records"):
+        file.read(np.array([1 << 20]), np.empty((1, 30), np.uint8))
+
+
+def test_a_file_that_may_not_grow_says_so_before_it_writes(tmp_path: Path) -> None:
+    file = DiskRows(str(tmp_path), 1024)
+    cells = np.arange(4)
+    file.write(cells, records(cells, 1024, 0))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        more = np.arange(2, 4000)
+        with pytest.raises(OSError, match="large"):
+            file.write(more, records(more, 1024, 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    found = np.empty((4, 1024), np.uint8)
+    file.read(cells, found)
+    assert np.array_equal(found, records(cells, 1024, 0))
+
+
+def test_a_directory_that_takes_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--table-dir .*/nowhere .*No such file"):
+        tier_in(str(tmp_path / "nowhere"))
+    assert tier_in(str(tmp_path)).open_file(8)
