@@ -81,6 +81,10 @@ def data_sampler(
     to fill up the last round, or skipped with ``drop_last``. Call ``sampler.set_epoch(epoch)`` before each
     epoch; otherwise every epoch has the same order.
 
+    Where workers come and go (``N:MAX`` workers), an epoch is divided among the workers that are there when
+    a worker calls ``set_epoch``. A worker that comes or goes later changes nothing in the epoch of the
+    others: some examples are then read twice, or not at all, until each has begun its next epoch.
+
     Args:
         dataset: a dataset with a length.
         kv: a store: its ``rank`` and ``num_workers`` decide.
@@ -101,9 +105,32 @@ def data_sampler(
             f"{type(dataset).__name__} has no length, so it cannot be divided; let each worker "
             "read its own part, by kv.rank and kv.num_workers"
         )
-    return DistributedSampler(
-        dataset, kv.num_workers, kv.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
-    )
+    how: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+    if kv.present is not None:
+        return _PresentSampler(dataset, kv, **how)
+    return DistributedSampler(dataset, kv.num_workers, kv.rank, **how)
+
+
+class _PresentSampler(DistributedSampler[T]):
+    """A sampler that divides each epoch among the workers that are there when it begins."""
+
+    def __init__(self, dataset: Dataset[T], kv: KVStoreBase, **how: Any) -> None:
+        super().__init__(dataset, 1, 0, **how)
+        self._kv = kv
+        self._look()
+
+    def _look(self) -> None:
+        """Take in which workers there are."""
+        ranks = self._kv.present
+        assert ranks is not None
+        super().__init__(
+            self.dataset, len(ranks), ranks.index(self._kv.rank), self.shuffle, self.seed, self.drop_last
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: the order of the examples, and the workers that share them."""
+        self._look()
+        super().set_epoch(epoch)
 
 
 def epochs_from(loader: DataLoader[T], start: int, epochs: int) -> Iterator[tuple[int, Iterable[Any]]]:

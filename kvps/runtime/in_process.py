@@ -18,7 +18,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch._C import DisableTorchFunction
@@ -107,6 +107,9 @@ class InProcessSession:
     def rank(self) -> int:
         """Always 0."""
         return self.info.rank
+
+    def on_resize(self, callback: Callable[[Any], object]) -> None:
+        """Never call back: there is one worker."""
 
     @property
     def info(self) -> ClusterInfo:

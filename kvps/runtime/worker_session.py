@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVarTuple
 
@@ -27,7 +28,7 @@ from kvps import annexes, config
 from kvps.core.effects import Copied, Exit, Finish
 from kvps.core.membership_client import JOIN_MAX_S, Identity
 from kvps.core.worker.calls import Call, Flush
-from kvps.core.worker.cluster_info import ClusterInfo
+from kvps.core.worker.cluster_info import RESIZED, ClusterInfo
 from kvps.core.worker.timeout_report import ASK_SCRIPT
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
@@ -70,6 +71,7 @@ class WorkerSession(Listener):
             {**header, "threads": torch.get_num_threads()}, annexes.load("recorded-values").dumps
         )
         self._core = Worker(identity, now, lenses.recorded(memory, self._record))
+        self._callbacks: list[Callable[[Any], object]] = []
         self.scheduler = identity.scheduler
         """The scheduler's endpoint."""
         self.pid = os.getpid()
@@ -126,7 +128,18 @@ class WorkerSession(Listener):
         if effect.ticket == ASK_SCRIPT:
             self._inbox.put(Worker.on_script, self._waited_for())
             return
+        if effect.ticket == RESIZED:
+            for callback in self._callbacks:
+                try:
+                    callback(effect.value)
+                except Exception:  # the loop goes on
+                    log.exception("a callback of on_resize() failed")
+            return
         self._end(effect.ticket, effect.value, effect.error)
+
+    def on_resize(self, callback: Callable[[Any], object]) -> None:
+        """Call back, in the thread of the loop, with the number of workers each time that it has changed."""
+        self._callbacks.append(callback)
 
     def _waited_for(self) -> tuple[int, ...]:
         """Return the numbers of the calls that the whole script waits in; 0 stands for a call that

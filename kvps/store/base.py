@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from kvps.errors import ConfigError
@@ -75,6 +75,11 @@ class KVStoreBase:
     def num_workers(self) -> int:
         """The number of workers."""
         raise NotImplementedError
+
+    @property
+    def present(self) -> list[int] | None:
+        """The ranks of the workers that are there now where workers come and go; None where they do not."""
+        return None
 
     def broadcast(self, key: object, value: object, out: object, priority: int = 0) -> object:
         """Give every worker rank 0's value."""
@@ -204,6 +209,9 @@ class Session(Protocol):
     @property
     def is_over(self) -> bool:
         """Whether it takes no more calls."""
+
+    def on_resize(self, callback: Callable[[Any], object]) -> None:
+        """Call back with the number of workers each time that it has changed."""
 
     def figures(self, store: str) -> dict[str, float]:
         """Return the numbers of a store; asks nobody but the loop of this process."""

@@ -7,7 +7,7 @@ core's and waits for its end.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +100,22 @@ class DistStore(KVStore):
     def num_workers(self) -> int:
         """The number of workers of the job, now where they come and go (``N:MAX`` workers)."""
         return self._session.info.workers
+
+    @property
+    def present(self) -> list[int] | None:
+        """The ranks of the workers that are there now, ascending, where they come and go; else None."""
+        return sorted(self._live() | {self.rank}) if self._session.info.most else None
+
+    def on_resize(self, callback: Callable[[int], object]) -> None:
+        """Call back with the number of workers each time that it has changed, in a job of ``N:MAX`` workers.
+
+        The callback runs in a thread of kvps, and must not make calls of a store: it may note what the
+        script looks at before its next step.
+
+        Example:
+            >>> kv.on_resize(lambda workers: print(f"{workers} workers"))  # doctest: +SKIP
+        """
+        self._session.on_resize(callback)
 
     @property
     def is_over(self) -> bool:
@@ -286,4 +302,4 @@ class DistStore(KVStore):
         return list(answers)
 
     def _live(self) -> set[int]:
-        return set(self._session.info.workers_in("held"))
+        return {*self._session.info.workers_in("held"), *self._session.info.workers_in("added")}

@@ -2,9 +2,13 @@
 
 import re
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DistributedSampler, TensorDataset
 
 import kvps
 from tests.integration.added_worker import DIGITS
@@ -131,3 +135,39 @@ def test_stores_that_need_the_first_workers_say_so(store: str, options: dict[str
         pytest.raises(kvps.ConfigError, match="the workers of this job come and go"),
     ):
         cluster.run(lambda _: kvps.create(store, **options))
+
+
+def test_script_hears_of_a_worker_and_its_sampler_divides_by_those_that_are_here() -> None:
+    heard: list[int] = []
+    came = threading.Event()
+    data = TensorDataset(torch.arange(12))
+
+    def shares(sampler: DistributedSampler[Any], epoch: int) -> list[int]:
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    def come(cluster: kvps.LocalCluster) -> None:
+        kv = kvps.create("dist_sync")
+        assert (kv.rank, kv.num_workers) == (1, 2)
+        assert len(kvps.data_sampler(data, kv, shuffle=False)) == 6
+        came.set()
+        until(lambda: heard == [2], "callback")
+        cluster.leave()
+
+    def work(cluster: kvps.LocalCluster) -> list[list[int]]:
+        kv = kvps.create("dist_sync")
+        kv.on_resize(heard.append)
+        kv.on_resize(lambda workers: workers / 0)  # it is logged, and nothing ends
+        sampler = kvps.data_sampler(data, kv, shuffle=False)
+        read = [shares(sampler, 0)]
+        other = threading.Thread(target=come, args=(cluster,))
+        other.start()
+        came.wait(30.0)
+        read.append(shares(sampler, 1))
+        other.join()
+        until(lambda: heard == [2, 1], "its end")
+        return [*read, shares(sampler, 2)]
+
+    with kvps.LocalCluster(workers=1, servers=1, most_workers=2) as cluster:
+        (read,) = cluster.run(lambda _: work(cluster))
+    assert read == [[*range(12)], [*range(0, 12, 2)], [*range(12)]]

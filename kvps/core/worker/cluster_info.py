@@ -13,6 +13,9 @@ from types import MappingProxyType
 from kvps.protocol.envelope import Role
 from kvps.protocol.membership import Member
 
+RESIZED = -(1 << 40)
+"""The ticket that tells how many workers there are, each time that changes in a job of N:MAX workers."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterInfo:

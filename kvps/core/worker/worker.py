@@ -24,7 +24,7 @@ from kvps.core.membership_client import SCHEDULER, Identity, MembershipClient
 from kvps.core.worker import calls
 from kvps.core.worker.call_table import LAST_PROBE_S, LEAST_WAIT_S, CallTable, PendingCall
 from kvps.core.worker.closed_stores import ClosedStores
-from kvps.core.worker.cluster_info import ClusterInfo
+from kvps.core.worker.cluster_info import RESIZED, ClusterInfo
 from kvps.core.worker.connection import Connection, route_of
 from kvps.core.worker.failure_policy import FailurePolicy
 from kvps.core.worker.gate import DeferredCall, Entering, Gates, Lost, Resyncing, epoch_changed
@@ -422,6 +422,8 @@ class Worker(Core):
                 workers = [member for member in members if member.role == Role.WORKER]
                 count = sum([member.state in PRESENT for member in workers])
                 is_added = is_added or workers[self.member.rank].state == "added"
+                if self._complete and count != self.info.workers:
+                    self.outbox.append(Finish(RESIZED, count))
             joins, most = self.info.joins, welcome.most
             self.info = ClusterInfo(self.member.rank, count, welcome.servers, members, joins, most, is_added)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvps.core.effects import Finish
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
 from kvps.core.worker.calls.beginning import LIGHT, push_no_rows, push_nothing
@@ -158,6 +159,16 @@ def test_worker_of_the_beginning_enters_nothing() -> None:
     first.open()
     assert not first.core.info.is_added
     assert one.core.info.is_added, "it stays what it was"
+
+
+def test_script_hears_how_many_workers_there_are() -> None:
+    one = Bench(rank=1, workers=4, most=4)
+    heard = []
+    for state in ("lost", "vacant", "added"):
+        one.view(member(Node(Role.WORKER, 2), state))
+        heard += [effect.value for effect in one.effects if isinstance(effect, Finish)]
+        one.effects.clear()
+    assert heard == [3, 4]
 
 
 @pytest.mark.spec("R574")
