@@ -62,15 +62,17 @@ METRICS = (
         labels=(
             *("pending", "keys", "waiting_keys", "rows", "memory", "stores", "barriers", "barrier_names"),
             *("checkpoints", "waiting_checkpoints", "tagged_checkpoints", "rendezvous", "used_memory"),
+            *("publications", "readers", "watches"),
         ),
     ),
     Metric(
         "kvps_dropped_packets_total",
         "Packets that were dropped without an answer: bytes that are no packet (bytes), answers that are "
         "refused (untold), packets that the core does not hear now (unheard), packets of an ignored "
-        "connection (ignored), and status queries above the rate limit (looks).",
+        "connection (ignored), status queries above the rate limit (looks), and requests of readers beyond "
+        "their limits (reads).",
         label="reason",
-        labels=("bytes", "untold", "unheard", "ignored", "looks"),
+        labels=("bytes", "untold", "unheard", "ignored", "looks", "reads"),
     ),
     Metric("kvps_unread_answers_total", "Answers that were not sent: the peer does not read."),
     Metric(
@@ -162,12 +164,20 @@ METRICS = (
         kind="gauge",
     ),
     _of_server("kvps_stores", "Open stores.", kind="gauge"),
+    _of_server("kvps_publications", "Publications (kv.publish).", kind="gauge"),
+    _of_server("kvps_published_versions", "Versions of publications that are held.", kind="gauge"),
+    _of_server(
+        "kvps_publication_age_seconds",
+        "Time since the newest version of any publication became complete; 0 if there is none.",
+        kind="gauge",
+    ),
+    _of_server("kvps_readers", "Readers of publications that were heard within 60 s.", kind="gauge"),
     _of_server("kvps_pending_requests", "Requests that wait for an answer.", kind="gauge"),
     _of_server(
         "kvps_memory_bytes",
         "Reserved memory, by what it is for.",
         "kind",
-        ("weights", "copies", "sums", "state", "residuals", "tables"),
+        ("weights", "copies", "sums", "state", "residuals", "tables", "publications"),
         kind="gauge",
     ),
     _of_server("kvps_memory_limit_bytes", "Memory limit of the server; +Inf for none.", kind="gauge"),

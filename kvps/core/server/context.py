@@ -11,7 +11,7 @@ in its session: it is tried again whenever something came into being.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kvps.core.effects import Effect, Hold, Route, Send
@@ -93,6 +93,8 @@ class RequestContext:
         self._spoken_in = member.view
         self._envelope = member.envelope()
         """The envelope of answers in that view."""
+        self.more_gauges: Callable[[], dict[tuple[str, str], float]] = dict
+        """Returns the gauges of what is no store, by metric and label."""
         self._watch_next = 0
         """The rank from which on links are watched next."""
 

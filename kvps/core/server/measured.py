@@ -46,6 +46,7 @@ def gauges(
         ("kvps_pending_requests", ""): sum([len(session.pending) for session in context.sessions.values()]),
         ("kvps_memory_limit_bytes", ""): (math.inf if budget.limit_bytes is None else budget.limit_bytes),
         ("kvps_memory_used_ratio", ""): budget.pressure.used_share,
+        **context.more_gauges(),
     }
     for kind, size in budget.reserved()._asdict().items():
         values["kvps_memory_bytes", kind] = size

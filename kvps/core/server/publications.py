@@ -18,7 +18,7 @@ A return to a cut leaves publications alone: what was published stays what it wa
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -156,6 +156,7 @@ class Publications:
         """Serve the workers of this context, whose values are counted in this budget, from now on."""
         self._context, self._budget, before = context, budget, getattr(self, "_budget", budget)
         budget.publications = before.publications
+        context.more_gauges = self.gauges
 
     def clear(self) -> None:
         """Forget everything: another job begins."""
@@ -464,8 +465,15 @@ class Publications:
         for publication in self.by_name.values():
             self._prune(publication)
 
-    def figures(self) -> Iterator[tuple[str, int, int, int]]:
-        """Yield of each publication the name, the newest version, how many are held, and how many read."""
-        for name, publication in self.by_name.items():
-            readers = sum(name in reader.uses or name in reader.watches for reader in self.readers.values())
-            yield name, publication.newest, len(publication.versions), readers
+    def gauges(self) -> dict[tuple[str, str], float]:
+        """Return the gauges of publications and readers, by metric and label."""
+        versions = [version for each in self.by_name.values() for version in each.versions.values()]
+        newest = max([version.completed_at or 0.0 for version in versions], default=0.0)
+        return {
+            ("kvps_publications", ""): len(self.by_name),
+            ("kvps_published_versions", ""): len(versions),
+            ("kvps_publication_age_seconds", ""): max(0.0, self._context.meter.now - newest)
+            if newest
+            else 0.0,
+            ("kvps_readers", ""): len(self.readers),
+        }

@@ -264,7 +264,15 @@ def test_retained_version_stays_until_its_reader_moves_on_or_is_silent() -> None
     one.reader(0, p.Retain("policy", 3))
     assert one.held == [3]
     one.publish(4, 4.0, keep=1)
-    assert list(one.server.publications.figures()) == [("policy", 4, 2, 1)]
+    one.now += 2
+    one.take(one.server.on_timer(one.now))
+    figures = {name: value for (name, _), value in one.server.publications.gauges().items()}
+    assert figures == {
+        "kvps_publications": 1,
+        "kvps_published_versions": 2,
+        "kvps_publication_age_seconds": 2.0,
+        "kvps_readers": 2,
+    }
     one.now += LEASE_S
     one.take(one.server.on_timer(one.now))
     assert one.held == [4]
