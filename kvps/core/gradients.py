@@ -28,7 +28,7 @@ HALF = torch.float16, torch.bfloat16
 class DenseGradient:
     """Flat tensors of one type, end to end. They are only read."""
 
-    __slots__ = ("_pieces", "dtype", "edges", "frame", "is_lent")
+    __slots__ = ("_pieces", "dtype", "edges", "frame", "is_lent", "may_be_sum")
     kind = 0
     """Its place in a sum: behind what is added up already, and before row gradients."""
 
@@ -44,6 +44,8 @@ class DenseGradient:
         """The type of its elements."""
         self.edges = tuple(accumulate(map(torch.Tensor.numel, pieces)))
         """The element at which each piece ends."""
+        self.may_be_sum = not is_lent and len(self.edges) == 1 and self.dtype not in HALF
+        """It can become a sum where it lies: in one piece, of the type in which sums are taken."""
 
     @classmethod
     def of(cls, payload: Sequence[memoryview], dtype: int, *, is_lent: bool = False) -> DenseGradient:
@@ -52,7 +54,7 @@ class DenseGradient:
         if len(payload) > 1 or kind.kind == "half" or not 0 < frame.nbytes <= SMALL_BYTES:
             return cls([*map(from_frame, payload, repeat(kind.name))], is_lent=is_lent)
         made = cls((), TORCH[kind.name], is_lent=is_lent)
-        made.frame, made.edges = frame, (frame.nbytes // kind.itemsize,)
+        made.frame, made.edges, made.may_be_sum = frame, (frame.nbytes // kind.itemsize,), not is_lent
         return made
 
     @property
@@ -81,11 +83,6 @@ class DenseGradient:
         edges = [start, *[edge for edge in self.edges if start < edge < stop], stop]
         return DenseGradient([self.within(*ends) for ends in pairwise(edges)], is_lent=self.is_lent)
 
-    @property
-    def may_be_sum(self) -> bool:
-        """Whether it can become a sum where it lies: in one piece, of the type in which sums are taken."""
-        return not self.is_lent and len(self.edges) == 1 and self.dtype not in HALF
-
     def joined(self) -> torch.Tensor:
         """Return all elements in one piece; a copy if there were several."""
         return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
@@ -104,12 +101,6 @@ class GradientSum:
 
     parts: tuple[Part, ...]
     divisor: float = 1
-
-    @staticmethod
-    def of(parts: tuple[Part, ...], divisor: float = 1) -> GradientSum:
-        """Return the sum of ``parts``, divided by ``divisor``; it is there already if it is one part."""
-        is_own = len(parts) == 1 and divisor == 1 and parts[0].may_be_sum
-        return (OwnSum if is_own else GradientSum)(parts, divisor)
 
     @property
     def is_sparse(self) -> bool:

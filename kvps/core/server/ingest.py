@@ -284,7 +284,7 @@ class Ingest:
             ranks, pushed.number
         )  # or a read that is woken would take a push before its turn for applied
         age = self._meter.stale(ranks, rule.chunk.number, span.start, span.version)
-        total = GradientSum.of((pushed.gradient,))
+        total = GradientSum((pushed.gradient,))
         rule.apply(span, PendingUpdate(pushed.number, ranks, total, (ranks,), {judged.back}, age=age))
         self._meter.moved(store.name, span.version)
 

@@ -39,9 +39,10 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from itertools import repeat
+from operator import itemgetter
 
 from kvps.compression.spec import CodecSpec
-from kvps.core.gradients import DenseGradient, GradientSum, Part
+from kvps.core.gradients import DenseGradient, GradientSum, OwnSum, Part
 from kvps.core.nonfinite import Flaw
 from kvps.core.row_gradients import RowGradient
 from kvps.protocol.envelope import WINDOW
@@ -51,6 +52,9 @@ GRACE_SHARE = 0.25
 """The grace of a round, where its store does not give one, as a share of the time that its quorum took."""
 LENT_MAX = 8
 """Maximum gradients of a round that stay in their senders' memory."""
+
+
+_RANKS = itemgetter(1)
 
 
 class Verdict(enum.Enum):
@@ -128,9 +132,10 @@ class Round:
         order = sorted(self.parts)
         # fsum() gives the same bits in whatever order the pushes came.
         divisor = math.fsum(self.weights) if average else 1
-        total = GradientSum.of(tuple(map(self.parts.__getitem__, order)), divisor)
-        whose = tuple([ranks for _, ranks in order])
-        return PendingUpdate(self.number, (), total, whose, self.backs, step=self.step)
+        parts = tuple(map(self.parts.__getitem__, order))
+        is_own = divisor == len(parts) == 1 and parts[0].may_be_sum
+        total = (OwnSum if is_own else GradientSum)(parts, divisor)
+        return PendingUpdate(self.number, (), total, tuple(map(_RANKS, order)), self.backs, step=self.step)
 
     def cut(self, at: int) -> Round:
         """Split off the elements from ``at`` on; both halves share this round's memory."""
