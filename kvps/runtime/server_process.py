@@ -107,7 +107,7 @@ def run_server(
         "role": "server",
         "now": now,
         "identity": lenses.identity_of(identity),
-        "memory_limit": limit,
+        "memory_limit": limit if tier is None else None,  # a replay has all rows in memory
         "threads": threads,
         "checkpoint_every_s": every_s,
         "limits": asdict(limits),

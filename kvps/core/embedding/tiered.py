@@ -137,10 +137,6 @@ class TieredArenas(Arenas):
 
     # --- as other arenas --------------------------------------------------------------------------
 
-    @property
-    def counted_row_bytes(self) -> int:
-        return 0  # the tier counts its memory
-
     def covers(self, slots: int) -> bool:
         return self.slots >= slots
 
@@ -257,20 +253,15 @@ class TieredArenas(Arenas):
         self._uses[places] = np.minimum(self._uses[places], USES_MAX - 1) + np.uint8(1)
 
     def stored(self, at: Slots) -> Octets:
-        """Return the records of rows that are not in memory.
+        """Return the records of rows that are not in memory: of new rows, or of others.
 
         Raises:
             StorageError: if some cannot be read.
         """
         records = np.empty((len(at), self.record_bytes), np.uint8)
-        (there,) = (at != NOWHERE).nonzero()
         try:
-            if len(there) == len(at):
+            if len(at) and at[0] != NOWHERE:
                 self._file.read(~at, records)
-            elif len(there):
-                some = np.empty((len(there), self.record_bytes), np.uint8)
-                self._file.read(~at[there], some)
-                records[there] = some
         except OSError as error:
             raise self._tier.failure(error) from error
         return records
@@ -299,7 +290,7 @@ class TieredArenas(Arenas):
 
     def _put(self, slots: Slots, at: Slots, records: Octets, places: Slots) -> None:
         """Put records at ``places``; they leave their cells."""
-        for name, (rows, where) in self._own.places(places, (len(places),)).items():
+        for name, (rows, where) in self._own.places(places, (len(places),)).items() if len(places) else ():
             rows.index_copy_(0, where, self.column(records, name))
         self._leave(at)
         self._at[slots], self._owner[places], self._uses[places] = places, slots, 0

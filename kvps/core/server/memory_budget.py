@@ -302,9 +302,10 @@ class MemoryBudget:
         self, store: str = "", terms: MemoryTerms | None = None, changed: Mapping[str, int] | None = None
     ) -> Reservation:
         """Return what all stores take; with ``terms``, if one had these and so many elements more."""
-        tables = sum(self._chunks.table_bytes.values())
-        if self._tier is not None:
-            tables += self._tier.index_bytes + self._tier.hot_bytes
+        if self._tier is None:
+            tables = sum(self._chunks.table_bytes.values())
+        else:
+            tables = self._tier.index_bytes + self._tier.hot_bytes
         total = Reservation(tables=tables, publications=self.publications)
         for name, known in self.terms.items():
             counts = self._chunks.counts[name]

@@ -18,7 +18,7 @@ from typing import Any
 
 SKIPPED = {
     *("_memory", "memory", "_blocks", "_spans", "_windows", "_other", "_memo", "lap", "_wake"),
-    *("named", "outbox", "_outbox", "_process", "on_reply", "fill", "retry", "why"),
+    *("named", "tier", "_tier", "outbox", "_outbox", "_process", "on_reply", "fill", "retry", "why"),
 }
 """Attributes without meaning: where values lie, scratch space, caches, functions, and the wall clock."""
 

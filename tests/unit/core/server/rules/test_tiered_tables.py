@@ -13,6 +13,7 @@ from kvps.protocol.checkpoint import ImageKept, ImageTaken, TakeImage
 from kvps.protocol.stores import Declared
 from kvps.protocol.values import PulledTables, PullTables, PushTables, TableGroup, TablePart
 from kvps.tensors import from_frame
+from kvps.tools.replay.digest import digest
 from tests.support.memory_disk import MemoryDisk
 from tests.support.server_harness import Said, ServerStage, acked, heard, refusal
 
@@ -27,9 +28,10 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Served:
-    def __init__(self, limit: int | None = LIMIT) -> None:
+    def __init__(self, limit: int | None = LIMIT, *, is_tiered: bool = True) -> None:
         self.disk = MemoryDisk()
-        self.stage = ServerStage(1, memory_limit=limit, every_s=60.0, tier=self.disk.tier)
+        tier = self.disk.tier if is_tiered else None
+        self.stage = ServerStage(1, memory_limit=limit, every_s=60.0, tier=tier)
         self.stage.open("async")
         recipe = recipe_of("t", DIM, "zeros", "sgd", 1, None, "float32", 9, lr=1.0)
         (answer,) = heard(self.stage.say(0, message_of("kv", "kvps.embedding:t", recipe)), Declared)
@@ -74,10 +76,22 @@ def test_a_table_beyond_the_limit_is_served_within_it() -> None:
     assert unlimited.disk.written == 0
 
 
+def test_a_record_is_replayed_with_all_rows_in_memory() -> None:
+    served, replayed = Served(), Served(is_tiered=False, limit=None)
+    for each in (served, replayed):
+        each.fill()
+        each.rows()
+    tables = [each.stage.server.context.chunks for each in (served, replayed)]
+    assert digest(tables[0]) == digest(tables[1])
+
+
 def test_keys_take_memory_from_rows_and_an_index_too_large_is_refused() -> None:
     served = Served()
     served.fill()
     served.stage.init("w", [0.0] * 600)
+    none = ServerStage(1, memory_limit=LIMIT, tier=MemoryDisk().tier)
+    none.open("async")
+    none.init("w", [0.0] * 600)
     assert served.used <= LIMIT
     for first in range(ROWS, 2 * ROWS, EACH):
         said = served.push(first)
