@@ -62,6 +62,14 @@ class RefusedCalls:
         """Forget a failure after the call has succeeded: later callers have no part in it."""
         self._kept.pop(kind, None)
 
+    def kept(self, most: int) -> list[tuple[Hashable, RefusedCall]]:
+        """Return the newest refusals."""
+        return list(self._kept.items())[-most:]
+
+    def put(self, kind: Hashable, refused: RefusedCall) -> None:
+        """Keep what another server has refused."""
+        self._kept[kind] = refused
+
 
 class Attempts:
     """The collective calls of one store that were refused for this rank."""

@@ -7,6 +7,7 @@ from kvps.protocol.checkpoint import *
 from kvps.protocol.envelope import *
 from kvps.protocol.membership import *
 from kvps.protocol.publications import *
+from kvps.protocol.replicas import *
 from kvps.protocol.stores import *
 from kvps.protocol.tracing import *
 from kvps.protocol.transports import *

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import NamedTuple
 
-from kvps.protocol.envelope import Answer, Message, tag
+from kvps.protocol.envelope import Answer, Message, Node, Role, tag
 
 STANDBY_FEATURE = 1
 """The bit of HELLO's ``features`` by which a server says that it wants to be the standby of another."""
@@ -57,6 +57,9 @@ class Welcome(Message):
     """The number of standbys that each server of the job is to have."""
     most: int = 0
     """The most workers that the job may come to have; 0 for no more than ``workers``."""
+    promoted: bool = False
+    """A server says so to workers: it was the standby of a server that is lost, and has all that anybody was
+    told of its values."""
 
     @property
     def seats(self) -> int:
@@ -79,6 +82,11 @@ class Member(NamedTuple):
     lost_for_s: float
     reason: str
     machine: int = 0
+
+
+def speaker(member: Member) -> Node:
+    """Return what a member's envelopes name: a standby speaks as the server whose seat it may get."""
+    return Node(Role.SERVER if member.role == Role.STANDBY else Role(member.role), member.rank)
 
 
 @tag(3)

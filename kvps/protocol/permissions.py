@@ -56,7 +56,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         | {p.Embed, p.PushTables, p.PullTables, p.Export, p.TableRate, p.Pong, p.Close}
         | {p.Tell, p.Give}
         | {p.Freeze, p.Put, p.Announce, p.LastVersion},
-        Role.SERVER: frozenset({p.Hello, p.Norms, p.StepNorm}),
+        Role.SERVER: frozenset({p.Hello, p.Norms, p.StepNorm, p.Follow, p.Followed}),
         Role.READER: _SHARING | _READS,
     },
     Place.WORKER: {Role.WORKER: _SHARING | {p.Hello, p.Push, p.Pull, p.Probe, p.Join}},
@@ -84,6 +84,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         | {p.Pulled, p.PulledRows, p.Changed}
         | {p.PulledTables, p.Exported, p.StateIs, p.StatusIs, p.Joined, p.HistoryIs, p.Revived, p.Ping}
         | {p.Opened, p.Closed, p.VersionIs, p.Retained, p.Octets}
+        | {p.Open, p.CopyBegin, p.CopyStores, p.CopyStore, p.CopyChunk, p.CopyKeys, p.CopyValues, p.CopyLevel}
     },
     Place.TO_WORKER: {Role.WORKER: _SHARING | {p.Welcome, p.Error, p.Ack, p.Probed, p.Pulled}},
 }
@@ -116,6 +117,7 @@ LONG = frozenset(
         ),
         *(p.Declare, p.Declared, p.Find, p.FoundAll, p.Optimize, p.Probe, p.Probed, p.Release),
         *(p.Push, p.Pull, p.Pulled, p.Load, p.Ack, p.StatusIs, p.Resumed, p.Revived, p.StateIs, p.SetState),
+        *(p.CopyStores, p.CopyStore, p.CopyChunk, p.CopyKeys, p.CopyValues),
     }
 )
 """Messages whose head may be as long as any: they have an entry for each key, run, seat or cut."""

@@ -22,6 +22,7 @@ from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.embedding.tiered import Tier
 from kvps.core.membership_client import JOIN_MAX_S, Identity
 from kvps.core.optim.hyperparams import resolve
+from kvps.core.scheduler.job import SUSPECT, Suspect
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.server.server import Server
 from kvps.core.worker import calls
@@ -30,7 +31,7 @@ from kvps.core.worker.plan import CopyVersion
 from kvps.core.worker.timeout_report import ASK_SCRIPT
 from kvps.core.worker.worker import Worker
 from kvps.errors import EpochChanged, KvpsError
-from kvps.protocol.envelope import Role
+from kvps.protocol.envelope import Node, Role
 from kvps.protocol.stores import Open
 from kvps.tensors import spec_of
 from tests.simulation.disk import Disk
@@ -355,6 +356,7 @@ class Cluster:
         tier: Callable[[], Tier] | None = None,
         has_keys: bool = False,
         most_workers: int = 0,
+        replicas: int = 0,
     ) -> None:
         """Start all processes, at slightly different times.
 
@@ -384,7 +386,13 @@ class Cluster:
         self._pids = itertools.count(100)
         # One who stands still for minutes is to come back also where nobody else is left.
         self.settings = Settings(
-            workers, servers, persist=True, replace_max_s=240.0, has_keys=has_keys, most_workers=most_workers
+            workers,
+            servers,
+            persist=True,
+            replace_max_s=240.0,
+            has_keys=has_keys,
+            most_workers=most_workers,
+            replicas=replicas,
         )
         self.disk = Disk()
         self.schedulers: list[Process] = []
@@ -392,6 +400,10 @@ class Cluster:
         self.start_scheduler()
         for rank in range(servers):
             self.network.at(self._soon(), lambda rank=rank: self.start_server(rank))  # type: ignore[misc]
+        self.spares: list[Process] = []
+        """All standbys that were ever started; some are servers by now."""
+        for _ in range(servers * replicas):
+            self.network.at(self._soon(), self.start_spare)
         for rank in range(workers):
             self.network.at(self._soon(), lambda rank=rank: self.start_worker(rank))  # type: ignore[misc]
 
@@ -411,8 +423,59 @@ class Cluster:
         )
         self.schedulers.append(process)
         process.on_save = lambda effect: self._save(process, effect)
+        process.on_finish = lambda effect: self._look_at(process, core, effect)
         self.network.perform(process, iter(()))
         return process
+
+    def _look_at(self, process: Process, core: Scheduler, effect: Finish) -> None:
+        """Tell the scheduler after a moment whether somebody listens at an endpoint."""
+        if effect.ticket != SUSPECT:
+            return
+        suspect = effect.value
+        assert isinstance(suspect, Suspect)
+
+        def tell() -> None:
+            if process.alive and not self.network.listens(suspect.endpoint):
+                now = self.network.time("scheduler")
+                self.network.perform(process, core.on_ended(suspect.rank, suspect.incarnation, now))
+
+        self.network.at(self.network.now + 0.01, tell)
+
+    def start_spare(self) -> Process:
+        """Start a process that wants to be the standby of some server."""
+        pid = next(self._pids)
+        name, endpoint = f"standby {pid}", f"tcp://standby:{pid}"
+        keys = keys_of(Role.SERVER, f"standby-{pid}") if self.has_keys else None
+        identity = replace(self._identity(Role.SERVER, 0, pid, keys, endpoint), rank=None, standby=True)
+        now = self.network.time(name)
+        core = Server(identity, now, checkpoint_every_s=self.checkpoint_every_s)
+        process = self.network.add(name, Role.SERVER, core, endpoint, keys)
+        process.on_finish = lambda effect: self.network.at(self.network.now + 0.01, self.start_spare)
+        self.spares.append(process)
+        self.network.perform(process, core.start(now))
+        return process
+
+    def holders(self, rank: int) -> tuple[Process | None, Process | None]:
+        """Return the process that has the seat of a server, and its standby, as the scheduler knows them."""
+        seats = self.scheduler.core.job.seats.by_node  # type: ignore[attr-defined]
+        found: list[Process | None] = []
+        for role in (Role.SERVER, Role.STANDBY):
+            life = seats[Node(role, rank)].incarnation
+            found.append(
+                next(
+                    (
+                        one
+                        for one in (*self.servers, *self.spares)
+                        if one.alive and life and one.core.member.incarnation == life  # type: ignore[attr-defined]
+                    ),
+                    None,
+                )
+            )
+        return found[0], found[1]
+
+    def is_level(self, rank: int) -> bool:
+        """Whether the scheduler would give the seat of a server to its standby."""
+        return bool(self.scheduler.core.job.seats.by_node[Node(Role.STANDBY, rank)].is_level)  # type: ignore[attr-defined]
 
     def _save(self, process: Process, effect: Save) -> None:
         """Write what a process must find again; one that cannot ends, and has told nobody."""

@@ -188,6 +188,10 @@ class Network:
         """Stop a process for a while. Its clock goes on, and its connections stay whole."""
         process.wakes_at = max(process.wakes_at, self.now + seconds)
 
+    def listens(self, endpoint: str) -> bool:
+        """Whether a process listens at an endpoint."""
+        return endpoint in self._by_endpoint
+
     def kill(self, process: Process, is_noticed: bool = True) -> None:
         """End a process as kill -9 does, or (not noticed) as a lost host does."""
         process.alive = False

@@ -80,6 +80,7 @@ class Job:
     """On which machine each worker is."""
     is_hurt: bool = False
     """A worker may be lost in the midst of a push, and replaced; also if ``kills`` names none."""
+    replicas: int = 0
     hyper: dict[str, float] = field(default_factory=lambda: {"rescale_grad": 2.0})
     """The hyper-parameters of the optimizer "test"."""
 
@@ -233,7 +234,15 @@ def play_with(
         count += 1
         return fault(cluster, count, source, target)
 
-    cluster = Cluster(job.workers, job.servers, lambda rank: script(job, rank), 0, job.faults, job.machines)
+    cluster = Cluster(
+        job.workers,
+        job.servers,
+        lambda rank: script(job, rank),
+        0,
+        job.faults,
+        job.machines,
+        replicas=job.replicas,
+    )
     cluster.network.delays = delays
     prepare(cluster)
     cluster.run(400)

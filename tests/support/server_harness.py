@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -96,6 +96,12 @@ class ServerStage:
     """Makes the place of rows that memory does not hold."""
     counts_late: bool = False
     """The store that was opened last counts late pushes."""
+    welcome: dict[str, Any] = field(default_factory=dict)
+    """Further fields of its WELCOME."""
+    life: int = 0
+    """Its incarnation; 0 for that of the only server of its rank."""
+    standby: int = 0
+    """The incarnation of the standby of its rank, as views show it; 0 for none."""
     notes: list[Effect] = field(default_factory=list)
     """All effects that are no Send, in order."""
 
@@ -113,7 +119,8 @@ class ServerStage:
         self.pieces: dict[str, tuple[Piece, ...]] = {}
         self.seats = [Seat("held", 10 + rank) for rank in range(self.workers)]
         self.take(self.server.start(self.now))
-        self.scheduler(Welcome(self.rank, 1 + self.rank, self.workers, self.servers, most=self.most))
+        life = self.life or 1 + self.rank
+        self.scheduler(Welcome(self.rank, life, self.workers, self.servers, most=self.most, **self.welcome))
         self.show()
         for rank in range(self.workers) if self.greeted else ():
             self.hello(rank)
@@ -145,6 +152,9 @@ class ServerStage:
         for rank, seat in enumerate(servers or [Seat("held", 1 + r) for r in range(self.servers)]):
             endpoint = f"tcp://s{rank}:{seat.incarnation}"
             listed.append(Member(Role.SERVER, rank, seat.incarnation, seat.state, endpoint, "host", 0.0, ""))
+        if self.standby:
+            standby = "held", f"tcp://q:{self.standby}", "other", 0.0, ""
+            listed.append(Member(Role.STANDBY, self.rank, self.standby, *standby))
         return self.scheduler(View(self.view, phase, "", tuple(listed), epoch, since))
 
     def replace(self, rank: int) -> list[Said]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from kvps.core.effects import Effect, Hold, Route, Send
+from kvps.core.effects import Hold, Outbox, Route, Send
 from kvps.core.limits import Limits, remedy
 from kvps.core.liveness import quiet_in_words
 from kvps.core.membership_client import MembershipClient, Quorum
@@ -71,7 +71,7 @@ class RequestContext:
         self,
         member: MembershipClient,
         chunks: Chunks,
-        outbox: list[Effect],
+        outbox: Outbox,
         lives: dict[int, int] | None = None,
         meter: Meter | None = None,
         limits: Limits | None = None,
@@ -80,7 +80,7 @@ class RequestContext:
         self.limits = limits or Limits()
         self.member = member
         self.chunks = chunks
-        self.outbox = outbox
+        self.outbox: Outbox = outbox
         self.stores: dict[str, ServerStore] = {}
         self.sessions: dict[int, Session] = {}
         """By rank: the newest incarnation that has spoken."""
@@ -294,8 +294,12 @@ class RequestContext:
     def _life_of_server(self, rank: int) -> int:
         """Return the incarnation of a server in the newest view; 0 if the view does not name it."""
         members = self.member.view.members if self.member.view else ()
+        me = self.member.incarnation if rank == self.member.rank else None  # the other is its copy
+        roles = (Role.SERVER,) if me is None else (Role.SERVER, Role.STANDBY)
         lives = [
-            member.incarnation for member in members if (member.role, member.rank) == (Role.SERVER, rank)
+            member.incarnation
+            for member in members
+            if member.role in roles and member.rank == rank and member.incarnation != me
         ]
         return max(lives, default=0)
 

@@ -78,8 +78,9 @@ class Control:
         self.budget = MemoryBudget(
             context.chunks, memory_limit, self._rules.workers, context.limits.keys, context.limits.used_memory
         )
-        self._ended = EndedStores()
-        self.rebuilds = Rebuilds(context, self._make_store, memory_limit, is_on=replaces)
+        self.ended = EndedStores()
+        """The lives of stores."""
+        self.rebuilds = Rebuilds(context, self.make_store, memory_limit, is_on=replaces)
 
     def oldest(self, now: float) -> Iterator[Stall]:
         """Yield the oldest open round of each store that has one."""
@@ -131,7 +132,7 @@ class Control:
         """
         self.rebuilds.is_on = False
         for saved in snapshot.stores:
-            self._make_store(saved.opened)
+            self.make_store(saved.opened)
             store = self._context.stores[saved.name]
             capture.revive(store, self._chunks, saved)
             over, last, made = saved.joins
@@ -403,9 +404,9 @@ class Control:
             return
 
         def retry() -> Message | None:
-            known, store = self._ended.of(name), self._context.stores.get(name)
+            known, store = self.ended.of(name), self._context.stores.get(name)
             if known is not None and message.life > known.life:
-                self._ended.close(name, message.life, rank, incarnation)  # its CLOSE may be lost
+                self.ended.close(name, message.life, rank, incarnation)  # its CLOSE may be lost
                 if store is not None and not self._has_ended(store):
                     return None
             elif known is not None and store is None:
@@ -415,12 +416,12 @@ class Control:
                     "them. Begin with the store that the others have open, or start the job again"
                 )
             elif store is not None:
-                self._ended.open(name, rank, incarnation)
+                self.ended.open(name, rank, incarnation)
                 store.agree(message)
                 life = store.opened.life
                 return p.Done(seq) if life == message.life else p.Opened(seq, life)
             self._drop_ended()
-            self._make_store(message)
+            self.make_store(message)
             return p.Done(seq)
 
         def why(describe: Describe) -> str:
@@ -437,20 +438,20 @@ class Control:
     def close(self, session: Session, message: p.Close) -> None:
         """A worker uses some stores no more."""
         for name, life in message.stores:
-            self._ended.close(name, life, session.rank, session.incarnation)
-        self._ended.forget(frozenset(self._context.stores))
+            self.ended.close(name, life, session.rank, session.incarnation)
+        self.ended.forget(frozenset(self._context.stores))
         self._context.send(session, p.Closed(message.stores))
         self._context.retry()  # another rank may create one of them again now
 
     def drop_old(self, now: float) -> None:
         """Drop the stores that ended a while ago."""
         for store in [candidate for candidate in self._context.stores.values() if self._has_ended(candidate)]:
-            if self._ended.is_due(store.name, now):
-                self._drop(store)
+            if self.ended.is_due(store.name, now):
+                self.drop(store)
 
     def _users(self, store: ServerStore) -> frozenset[int]:
         """Return the ranks that have not closed a store."""
-        known = self._ended.of(store.name)
+        known = self.ended.of(store.name)
         assert known is not None, "it began with the store"
         return self._context.users(store) - known.closed.keys()
 
@@ -460,9 +461,9 @@ class Control:
     def _drop_ended(self) -> None:
         """Drop all stores that have ended: another is made."""
         for store in [candidate for candidate in self._context.stores.values() if self._has_ended(candidate)]:
-            self._drop(store)
+            self.drop(store)
 
-    def _drop(self, store: ServerStore) -> None:
+    def drop(self, store: ServerStore) -> None:
         """Drop a store that has ended, with its values."""
         name, context = store.name, self._context
         del context.stores[name]
@@ -477,7 +478,12 @@ class Control:
                 if pending.store == name:
                     context.refuse(session, seq, gone)
 
-    def _make_store(self, opened: p.Open) -> None:
+    def make_store(self, opened: p.Open) -> None:
+        """Make a store that has no keys.
+
+        Raises:
+            Overload, ConfigError: if it cannot be.
+        """
         most = self._context.limits.stores
         if len(self._context.stores) >= most:
             raise Overload(
@@ -488,7 +494,7 @@ class Control:
         self.budget.pressure.demand_room(f"store {opened.store!r}")
         check_quorum(opened, self._rules.workers)
         self._context.stores[opened.store] = ServerStore(opened, self._chunks, self.budget)
-        self._ended.begin(opened.store, opened.life)
+        self.ended.begin(opened.store, opened.life)
 
     def history(self, session: Session, seq: int, message: p.History) -> Message:
         """Return the settings of a store so far."""

@@ -33,6 +33,7 @@ may have failed just after it closed the store, and its replacement goes through
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -108,6 +109,10 @@ class EndedStores:
     def of(self, store: str) -> StoreLife | None:
         """Return the present or last life of a store; None for one that is not known."""
         return self._lives.get(store)
+
+    def all(self) -> Mapping[str, StoreLife]:
+        """Return all lives that are known, the oldest first."""
+        return self._lives
 
     def begin(self, store: str, life: int) -> None:
         """Note that a life of a store begins."""

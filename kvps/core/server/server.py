@@ -35,6 +35,8 @@ from kvps.core.server.ingest import Ingest
 from kvps.core.server.measured import TELL_MAX, measure, of_beat, old_round
 from kvps.core.server.meter import Meter
 from kvps.core.server.publications import Publications
+from kvps.core.server.replicas.primary import Replicator
+from kvps.core.server.replicas.standby import Follower
 from kvps.core.server.round_logs import StragglerLog
 from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.sessions import PendingRequest, Session
@@ -113,6 +115,12 @@ class Server(Core):
         self._limits = limits
         self.publications = Publications(self.member, self._outbox)
         self._tier = tier
+        self._replicator: Replicator | None = None
+        """Copies what is held here to the standby; None without replicas."""
+        self._follower: Follower | None = None
+        """Takes in the copy of a seat; None on a server that has a seat."""
+        self._was_promoted = False
+        """It has taken the seat that it followed, with all that was there."""
         self._make_parts(0, 1, 0, {})
         self._endpoints: dict[int, tuple[str, int]] = {}
         """Server rank -> (endpoint, incarnation) that this server is connected to."""
@@ -148,6 +156,8 @@ class Server(Core):
             return self.publications.admit(envelope, kind)
         if not self._serves(envelope, kind):
             return False
+        if isinstance(route, str):  # our own connection: only a primary has to say more than answers there
+            return self._follower is not None and envelope.job == self.member.job
         if kind is not p.Hello:
             self.context.check_sender(envelope)
         return True
@@ -161,14 +171,20 @@ class Server(Core):
             try:
                 if packet.envelope.role is Role.WORKER:
                     self._on_worker(route, packet, now)
+                    if self._replicator is not None:
+                        self._replicator.note(packet.message)
                 elif packet.envelope.role is Role.READER:
                     self.publications.on_reader(route, packet, now)
                 else:
-                    self._on_server(route, packet)
+                    self._on_server(route, packet, now)
             except KvpsError as error:
                 self._refuse(route, packet.envelope, error)
+                if self._replicator is not None:
+                    self._replicator.note_all()  # what was refused to one may be refused to all
             if not self.checkpointer.taking.taken:
                 self.checkpointer.look(self.control)
+        if self._replicator is not None:
+            self._replicator.seal()
         for effect in self._outbox:  # as _flush(), which would be one call more
             self.outbox.append(effect)
         self._outbox.clear()
@@ -229,6 +245,11 @@ class Server(Core):
             self._look(now)
             self.publications.expire(now)
             self.rules.report(is_due=True)
+        if self._replicator is not None:
+            self._replicator.note_all()
+            self._replicator.on_timer(now)
+        if self._follower is not None:
+            self._follower.on_timer(now)
         if now > self._last_timer_at + STILL_S:  # this process stood still, and not the others
             self._heard_at = now
         self._last_timer_at = now
@@ -241,10 +262,14 @@ class Server(Core):
     def deadline(self) -> float | None:
         """Return when the next beat, telling, look at the rounds or close of a round is due."""
         beat, closing = self.member.deadline(), self.ingest.deadline()
+        if self._replicator is not None:
+            closing = min(closing, self._replicator.deadline())
         return None if beat is None else min(beat, self._next_tell, self._next_look, closing)
 
     def _flush(self) -> None:
         """Have the effects performed that were not performed yet; a door ends with this."""
+        if self._replicator is not None:
+            self._replicator.seal()
         for effect in self._outbox:
             self.outbox.append(effect)
         self._outbox.clear()
@@ -298,7 +323,17 @@ class Server(Core):
         """Start a job with no stores."""
         self.checkpointer.begin()
         self.publications.clear()
+        if self.member.seat.follows:
+            self._follower = Follower(self.member, self._outbox)
+            self.member.standing = self._follower.standing
+        elif self.member.seat.replicas and self._replicator is None:
+            self._replicate()
         self._reset({}, replaces=replaces)
+
+    def _replicate(self) -> None:
+        """Copy all that is held here to the standbys that views will name."""
+        self._replicator = Replicator(self.member, self._outbox)
+        self.member.standing = self._replicator.standing
 
     def _reset(self, lives: dict[int, int], *, replaces: bool = False) -> None:
         """Drop all stores and sessions; ``lives`` are the workers' incarnations."""
@@ -317,6 +352,10 @@ class Server(Core):
         parts = self.context, self.ingest, self.answers, self.rules, self._memory_limit
         self.control = Control(*parts, replaces=replaces)
         self.publications.begin(self.context, self.control.budget)
+        if self._replicator is not None:
+            self._replicator.attach(self.context, self.control, self.rules)
+        if self._follower is not None:
+            self._follower.attach(self.context, self.control, self.rules)
 
     def _return(self, loaded: Loaded) -> None:
         """Replace all stores by those of a snapshot."""
@@ -347,13 +386,30 @@ class Server(Core):
         assert view is not None
         if view.keys:
             names = {
-                key: name_of(Node(Role(member.role), member.rank), member.incarnation)
+                key: name_of(p.speaker(member), member.incarnation)
                 for member, key in zip(view.members, view.keys, strict=False)
                 if key
             }
             self._outbox.append(Trust(names))
+        if self._follower is not None and not self._take_seat(self._follower, view):
+            return
+        if self._replicator is not None and self._has_seat(view):
+            self._replicator.learn(
+                next(
+                    (
+                        member.incarnation
+                        for member in view.members
+                        if (member.role, member.rank) == (Role.STANDBY, self.member.rank)
+                        and member.state in ("held", "level")
+                    ),
+                    0,
+                )
+            )
+            self._replicator.note_all()
         for member in view.members:
             if member.role == Role.WORKER:
+                if self._replicator is not None and 0 < self.context.life(member.rank) < member.incarnation:
+                    self._replicator.replaced(member.rank)
                 self.context.begin(member.rank, member.incarnation)
             elif member.role == Role.SERVER and member.rank != self.member.rank:
                 place, name = (member.endpoint, member.incarnation), f"server {member.rank}"
@@ -375,10 +431,46 @@ class Server(Core):
             except KvpsError as error:
                 self._refuse(route, envelope, error)
 
+    def _has_seat(self, view: p.View) -> bool:
+        """Return whether a view names this server for its seat."""
+        return any(
+            (member.role, member.rank, member.incarnation)
+            == (Role.SERVER, self.member.rank, self.member.incarnation)
+            for member in view.members
+        )
+
+    def _take_seat(self, follower: Follower, view: p.View) -> bool:
+        """Take the seat that this server follows, if a view says so; return whether it has."""
+        if not self._has_seat(view):
+            primary = next(
+                member
+                for member in view.members
+                if (member.role, member.rank) == (Role.SERVER, self.member.rank)
+            )
+            if follower.learn(primary, view.epoch, self.counts.now):
+                self._reset({})
+                self.checkpointer.epoch = view.epoch
+            return False
+        if not follower.is_level or self.checkpointer.epoch != view.epoch:
+            self._outbox.append(
+                Exit(75, f"{self.context.me} was lost before its standby had all of its values")
+            )
+            return False
+        self._follower, self._was_promoted = None, True
+        self._replicate()
+        assert self._replicator is not None
+        self._replicator.attach(self.context, self.control, self.rules)
+        self.rules.recompose()
+        self._outbox.append(Note("info", f"this standby is {self.context.me} from now on"))
+        return True
+
     # --- peers ----------------------------------------------------------------------------------
 
-    def _on_server(self, route: Route, packet: Packet) -> None:
+    def _on_server(self, route: Route, packet: Packet, now: float) -> None:
         envelope, message = packet.envelope, packet.message
+        if envelope.rank == self.member.rank:
+            self._on_other_copy(route, packet, now)
+            return
         match message:
             case p.Hello():
                 self._on_hello(route, envelope, message)
@@ -388,6 +480,23 @@ class Server(Core):
                 self.rules.hear_norms(message, envelope.rank)
             case _:
                 raise ProtocolError(f"a server may not send {type(message).__name__} to a server")
+
+    def _on_other_copy(self, route: Route, packet: Packet, now: float) -> None:
+        """The standby of this seat has said something, or the primary."""
+        envelope, message = packet.envelope, packet.message
+        follower, replicator = self._follower, self._replicator
+        if isinstance(message, p.Hello):
+            self._on_hello(route, envelope, message)
+        elif follower is not None and follower.is_next(packet):
+            if isinstance(message, p.CopyBegin) and follower.has_begun:
+                self._reset({})
+            follower.take(envelope.seq, message, packet.payload)
+        elif follower is not None and follower.is_again(packet):
+            follower.acknowledge()
+        elif replicator is not None and isinstance(message, p.Follow):
+            replicator.follow(route, envelope.incarnation, now)
+        elif replicator is not None and isinstance(message, p.Followed):
+            replicator.hear(route, envelope.incarnation, message.number, now)
 
     def _on_worker(self, route: Route, packet: Packet, now: float) -> None:
         """Do what a worker asks.
@@ -500,7 +609,9 @@ class Server(Core):
         except KvpsError as error:
             self.counts.refused(error)
             reply = p.Error(seq, error.code, str(error))
-        self._reply(session.route, reply)
+        self.context.send(session, reply)
+        if self._replicator is not None:
+            self._replicator.note_all(values=True)
 
     def _on_hello(self, route: Route, envelope: Envelope, message: p.Hello) -> None:
         """Welcome a member, if the view names it; else its HELLO waits for a view that does."""
@@ -515,7 +626,9 @@ class Server(Core):
             return
         if envelope.role is Role.WORKER:
             self.context.greet(route, envelope)
-        self._reply(route, p.Welcome(rank, incarnation, welcome.workers, welcome.servers))
+        self._reply(
+            route, p.Welcome(rank, incarnation, welcome.workers, welcome.servers, promoted=self._was_promoted)
+        )
 
     def _reply(self, route: Route, message: Message) -> None:
         self.member.send(route, message)

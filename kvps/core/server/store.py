@@ -113,7 +113,8 @@ class ServerStore:
         self.restored = 0
         """The cut that it was last restored from; 0 for none."""
         self._slabs: dict[str, Slab] = {}
-        self._stamps = 0
+        self.stamps = 0
+        """How many values were begun to be loaded."""
         self._chunks = chunks
         self.budget = budget
         budget.keys[self.name] = self.shards
@@ -370,8 +371,8 @@ class ServerStore:
         if shard.call >= call:
             return Place(False, shard.pieces)
         if shard.loading != (call, life):  # else the same DECLARE again
-            self._stamps += 1
-            shard.loading, shard.stamp = (call, life), self._stamps
+            self.stamps += 1
+            shard.loading, shard.stamp = (call, life), self.stamps
             shard.empty = dict.fromkeys(shard.pieces, 0)
         if not shard.pieces:
             shard.call = call

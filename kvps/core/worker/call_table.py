@@ -35,6 +35,7 @@ from kvps.core.worker.consistent_read import AwaitAcks, LaggingReads
 from kvps.core.worker.failure_policy import FailurePolicy
 from kvps.core.worker.host_aggregation.host_group import HostGroup
 from kvps.core.worker.host_aggregation.merge_queue import MergedRequest
+from kvps.core.worker.kept_pushes import KeptPushes
 from kvps.core.worker.store import WorkerStore
 from kvps.core.worker.timeout_report import timeout_error
 from kvps.errors import KvpsError, from_code
@@ -107,7 +108,7 @@ class CallTable:
         losses: the lost members that are known.
         memory: where values lie that travel.
         tell_joins: hears of a store whose number of joins has changed, before a call of it ends.
-        tell_returned: tells a server that has taken another's place what this worker holds.
+        tell_returned: speaks to a server that has taken another's place, and may have been its standby.
         outbox: of the worker.
     """
 
@@ -118,7 +119,7 @@ class CallTable:
         losses: FailurePolicy,
         memory: Memory,
         tell_joins: Callable[[WorkerStore], None],
-        tell_returned: Callable[[Connection, float], None],
+        tell_returned: Callable[[Connection, bool, float], None],
         outbox: Outbox,
     ) -> None:
         self._outbox = outbox
@@ -139,6 +140,8 @@ class CallTable:
         """(call, result) of calls of all ranks that succeeded after their Timeout."""
         self._unacked: dict[str, dict[Request, None]] = {}
         """Store -> pushes that are not known to have been taken in."""
+        self.kept: KeptPushes | None = None
+        """The pushes that servers may lose; None in a job whose servers have no standbys."""
         self._draining: list[PendingCall] = []
         self.asked: dict[int, Request] = {}
         """Number -> request to the scheduler."""
@@ -289,7 +292,7 @@ class CallTable:
             case p.Welcome():
                 link.ready = not link.is_returning
                 if link.is_returning and packet.envelope.incarnation == link.incarnation:
-                    self._tell_returned(link, now)
+                    self._tell_returned(link, message.promoted, now)
             case p.Ack():
                 for receipt in message.receipts:
                     request = link.receive(receipt.seq)
@@ -298,12 +301,15 @@ class CallTable:
                     if isinstance(request.message, p.Push) and request.message.pull:
                         self.taken_in(request, now)  # its PULLED is still to come
                     else:
+                        if self.kept is not None:
+                            self.kept.acknowledged(request, receipt.version)
                         link.answer(receipt.seq)
-                        self.answered(request, packet, now)
+                        if request.owner is not None:  # else it was sent again
+                            self.answered(request, packet, now)
             case p.Error():
                 error = from_code(message.code, message.text)
                 request = link.answer(message.seq)
-                if request is not None:
+                if request is not None and request.owner is not None:
                     self.refused(request, error, now)
                 elif not link.ready:
                     link.refusal = str(error)
@@ -317,6 +323,8 @@ class CallTable:
             case p.Answer():
                 request = link.answer(message.seq, packet)
                 if request is not None:
+                    if self.kept is not None and type(message) is p.Pulled and request.server is not None:
+                        self.kept.told(request.server, message)
                     self.answered(request, packet, now)
             case p.Probed():
                 self._probed(link, message, now)
@@ -563,6 +571,8 @@ class CallTable:
         for pending in abandoned:
             pending.operation.close()
         self.neighbours.begin_epoch()
+        if self.kept is not None:
+            self.kept.clear()
         for table in (self.pending, self.asked, self._unacked, self._draining, self._late):
             table.clear()
         return abandoned

@@ -76,6 +76,7 @@ class FailurePolicy:
                     since = now - member.lost_for_s if server is None else server.since
                     cut = 0 if member.state == "gone" else view.cut
                     self.server = LostServer(what, since, cut, member.state == "lost")
+            if member.role != Role.WORKER:
                 continue
             earlier = self._lives.get(member.rank, 0)
             self._lives[member.rank] = member.incarnation
@@ -118,9 +119,14 @@ class FailurePolicy:
         return lost.since + (store.worker_grace_s if waits else 0.0)
 
 
+def named(server: Member) -> str:
+    """Return the name of a server, with its host and endpoint."""
+    return f"server {server.rank} ({server.host} {server.endpoint})"
+
+
 def why_lost(server: Member, incarnations: dict[int, int]) -> str:
     """Return why a server has lost its values; empty if it has not."""
-    name = f"server {server.rank} ({server.host} {server.endpoint})"
+    name = named(server)
     if server.state not in ("held", "empty"):
         return f"{name} is lost: {server.reason}"
     if incarnations.get(server.rank, server.incarnation) != server.incarnation:

@@ -25,7 +25,7 @@ from kvps.core.worker.calls.keys import Init
 from kvps.core.worker.connection import FIRST, Connection, Request
 from kvps.core.worker.consistent_read import ReadTracker
 from kvps.core.worker.error_feedback import ErrorFeedback
-from kvps.core.worker.failure_policy import LostServer, server_lost, why_lost
+from kvps.core.worker.failure_policy import LostServer, named, server_lost
 from kvps.core.worker.kept_values import Held, KeptValues
 from kvps.core.worker.plan import ChunkSlice
 from kvps.core.worker.store import WorkerStore
@@ -75,24 +75,39 @@ class ServerReturns:
         self._unsent: dict[int, list[Request]] = {}
         """Server -> requests that it is sent afterwards."""
 
-    def lose(self, link: Connection, new: Member, pending: Iterable[PendingCall]) -> list[PendingCall]:
-        """Address another server by ``link`` from now on.
+    def leave(self, link: Connection, new: Member) -> None:
+        """Address another server by ``link`` from now on, once it has welcomed this worker."""
+        self._unsent.setdefault(new.rank, []).extend(link.abandon())
+        self._telling.pop(new.rank, None)
+        link.ready, link.refusal, link.is_returning = False, "", True
+        link.incarnation, link.endpoint = new.incarnation, new.endpoint
+
+    def forsake(self, new: Member, pending: Iterable[PendingCall]) -> list[PendingCall]:
+        """The server whose place ``new`` has taken is lost, with all that it held.
 
         Returns:
             The calls that are over: those that told the lost server, and those that make keys, whose places
             they may know from the lost server. The latter are to be made again.
         """
-        why = why_lost(new, {new.rank: link.incarnation})
+        why = f"{named(new)} has replaced the server that this worker used, and is empty"
         for store in self._stores.values():
             if store.kept is None and store.lost is None:
                 store.lost = server_lost(LostServer(why, 0.0, 0, may_return=False))
         over = [entry for entry in pending if self._is_void(entry, new.rank)]
-        left = [request for request in link.abandon() if request.owner not in over]
-        self._unsent.setdefault(new.rank, []).extend(left)
-        self._telling.pop(new.rank, None)
-        link.ready, link.refusal, link.is_returning = False, "", True
-        link.incarnation, link.endpoint = new.incarnation, new.endpoint
+        unsent = self._unsent[new.rank]
+        unsent[:] = [request for request in unsent if request.owner not in over]
         return over
+
+    def is_told(self, server: int) -> bool:
+        """Whether a server that took another's place is being told already."""
+        return server in self._telling
+
+    def go_on(self, server: int, link: Connection, kept: Iterable[Request]) -> None:
+        """A standby has taken the place of its server: send it what was kept, and what is not answered."""
+        link.ready, link.is_returning = True, False
+        for request in (*kept, *self._unsent.pop(server)):
+            if not request.dropped:
+                link.queue(request)
 
     def _is_void(self, pending: PendingCall, server: int) -> bool:
         call = pending.call

@@ -28,6 +28,7 @@ from kvps.core.worker.cluster_info import RESIZED, ClusterInfo
 from kvps.core.worker.connection import Connection, route_of
 from kvps.core.worker.failure_policy import FailurePolicy
 from kvps.core.worker.gate import DeferredCall, Entering, Gates, Lost, Resyncing, epoch_changed
+from kvps.core.worker.kept_pushes import KeptPushes
 from kvps.core.worker.quiesce import Quiesce
 from kvps.core.worker.rebuild import ServerReturns, keep_values
 from kvps.core.worker.store import WorkerStore, of_beat
@@ -440,6 +441,8 @@ class Worker(Core):
         neighbours = self.table.neighbours
         if not self._complete and view.phase == "running":
             self._complete = True
+            if self.member.seat.replicas:
+                self.table.kept = KeptPushes(self.stores)
             self._resyncing.epoch, self._since = view.epoch, view.since
             self.table.greet_again(now)
             for member in view.members:
@@ -457,7 +460,11 @@ class Worker(Core):
         if self._complete:
             if view.epoch != self._resyncing.epoch:
                 self._begin_epoch(view, now)
-            elif not self.stores or any(store.kept is not None for store in self.stores.values()):
+            elif (
+                not self.stores
+                or self.table.kept is not None
+                or any(store.kept is not None for store in self.stores.values())
+            ):
                 self._follow(view, now)
             neighbours.learn(view.members)
             self.table.uplink.sharers = neighbours.count
@@ -478,17 +485,32 @@ class Worker(Core):
             link = self.table.links[member.rank]
             if link.incarnation == member.incarnation:
                 continue
-            for pending in self._returns.lose(link, member, self.table.pending.values()):
-                ticket = self.table.void(pending)
-                if pending.on_end is None:
-                    self.table.begin(ticket, pending.call, pending.deadline, now)
+            self._returns.leave(link, member)
+            if self.table.kept is None:
+                self._forsake(member, now)
             self.outbox.append(self._connect(link, member))
             self.table.greet_again(now)
             self.member.greet(link.route)
 
-    def _tell_returned(self, link: Connection, now: float) -> None:
+    def _forsake(self, server: p.Member, now: float) -> None:
+        """A server has taken another's place, and holds nothing."""
+        for pending in self._returns.forsake(server, self.table.pending.values()):
+            ticket = self.table.void(pending)
+            if pending.on_end is None:
+                self.table.begin(ticket, pending.call, pending.deadline, now)
+
+    def _tell_returned(self, link: Connection, is_promoted: bool, now: float) -> None:
         """Tell a server in another's place what this worker holds; then send what waits for it."""
         server = self.table.links.index(link)
+        if self.table.kept is not None and is_promoted:
+            self._returns.go_on(server, link, self.table.kept.take(server))
+            return
+        if self.table.kept is not None and not self._returns.is_told(server):
+            view = self.member.view
+            assert view is not None
+            servers = [member for member in view.members if member.role == Role.SERVER]
+            self._forsake(servers[server], now)
+            self._end_calls_of_lost_members(now)
         for call in self._returns.begin(server, self.table.pending.values()):
             self._own_tickets -= 1
             on_end = partial(self._told, server, call.store)

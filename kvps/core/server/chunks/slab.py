@@ -165,6 +165,10 @@ class Chunk:
         insort(self._retired, piece.start)
         return self.woken(piece.start, stop)
 
+    def unused(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return where pieces begin whose keys were replaced, and where those do that have no value yet."""
+        return tuple(self._retired), tuple(sorted(self._blank))
+
     def pieces(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         """Yield (key, start, stop) of each piece inside ``start`` to ``stop``."""
         index = bisect_right(self.bounds, start) - 1
@@ -417,12 +421,12 @@ class Chunks:
         self._made += 1
         number = self._made * self.servers + self.server
         chunk = Chunk(number, store, dtype, capacity, self.memory)
-        chunk.kind = self.kinds.get(store, Span)
-        self.by_number[chunk.number] = chunk
+        self.adopt(chunk)
         return chunk
 
     def adopt(self, chunk: Chunk) -> None:
         """Take in a chunk that was made with the number that it had on another server of this rank."""
+        chunk.kind = self.kinds.get(chunk.store, Span)
         self.by_number[chunk.number] = chunk
         self._made = max(self._made, chunk.number // self.servers)
 
@@ -477,8 +481,7 @@ class Chunks:
             waited += chunk.retire(piece)
             self.counts[chunk.store][chunk.dtype] -= piece.size
             if not chunk.spans:
-                del self.by_number[chunk.number]
-                self.pushed.discard(chunk.number)
+                self.free(chunk)
         return waited
 
     def drop(self, store: str) -> list[int]:
@@ -491,6 +494,11 @@ class Chunks:
         self.counts.pop(store, None)
         self.table_bytes.pop(store, None)
         return numbers
+
+    def free(self, chunk: Chunk) -> None:
+        """Free a chunk without keys."""
+        del self.by_number[chunk.number]
+        self.pushed.discard(chunk.number)
 
     def of_store(self, store: str) -> list[Chunk]:
         """Return the chunks of one store."""

@@ -56,6 +56,8 @@ class RuleBook:
         self.workers = workers
         self.is_torn = False
         """An update failed half-way: some values are of no version."""
+        self.watch: Callable[[Rule], None] | None = None
+        """Called with each rule that is composed, where a standby is told what it moves."""
         self._rules = Composed(self._compose)
         self.rule: Callable[[int], Rule] = self._rules.__getitem__
         """Returns the rule of a chunk, by its number; raises ProtocolError if there is no such chunk."""
@@ -80,7 +82,10 @@ class RuleBook:
 
     def _compose(self, number: int) -> Rule:
         chunk = self._chunks.at(number)
-        return self._gated(self._mover(self._context.stores[chunk.store], chunk))
+        rule = self._gated(self._mover(self._context.stores[chunk.store], chunk))
+        if self.watch is not None:
+            self.watch(rule)
+        return rule
 
     def _mover(self, store: ServerStore, chunk: Chunk) -> Rule:
         """Return what changes the values of a chunk."""
@@ -217,4 +222,5 @@ class RuleBook:
         """Log updates that were dropped, if none was logged a short while ago or it ``is_due``."""
         for store in self._context.stores.values():
             if store.drops is not None:
-                self._context.outbox.extend(store.drops.look() if is_due else store.drops.report())
+                for note in store.drops.look() if is_due else store.drops.report():
+                    self._context.outbox.append(note)

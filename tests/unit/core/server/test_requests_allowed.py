@@ -84,7 +84,7 @@ def test_stores_are_bounded() -> None:
     one = ServerStage(3, limits=Limits(stores=4))
     one.open()
     for number in range(3):
-        one.server.control._make_store(opening(store=f"kv-{number}"))
+        one.server.control.make_store(opening(store=f"kv-{number}"))
     said = refusal(one.say(0, opening(store="more")))
     assert said.startswith("Overload: store 'more' is refused: there are 4 stores already")
     assert said.endswith("raise the limit with kvps-server --limit stores=NUMBER (KVPS_LIMITS)")

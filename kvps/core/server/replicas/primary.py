@@ -1,0 +1,528 @@
+"""The primary's end of a copy: what has changed, what the standby has, and the answers that wait for it.
+
+Theory of operation
+-------------------
+Nothing is copied by commands: what changes is noted as *dirty*, and after each packet the present state of
+what is dirty goes to the standby. The first copy is the same, with all dirty. A change needs no order among
+others, and one that follows before the last has left costs nothing more.
+
+Once the standby has all, the copy is *level*. From then on an answer to a worker leaves when the standby
+has acknowledged all that was dirty before it. So nobody has seen what the standby lacks, and a worker that
+has no answer sends its request again to the standby, which has become the primary. Pushes of open rounds
+are not copied: their counts go along as if they had not come.
+
+Only a view can end that wait: one that names this server for the seat, and not that standby. A server that is
+cut off sees none, and so shows nothing new. That is the fence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from itertools import chain, starmap
+from typing import NamedTuple, cast
+
+from kvps import protocol as p
+from kvps.core.effects import Effect, Hold, Route, Send
+from kvps.core.membership_client import MembershipClient
+from kvps.core.placement import EMBEDDING
+from kvps.core.refusals import RefusedCall
+from kvps.core.server.chunks.rounds import Span
+from kvps.core.server.chunks.slab import Chunk
+from kvps.core.server.context import RequestContext
+from kvps.core.server.control import Control
+from kvps.core.server.participation import StoreLife
+from kvps.core.server.rules.book import RuleBook
+from kvps.core.server.rules.rule import Rule
+from kvps.core.server.store import ServerStore
+from kvps.dtypes import BY_NAME
+from kvps.protocol.envelope import Message, Packet
+from kvps.tensors import dtype_of, to_frame
+
+WINDOW_BYTES = 16 << 20
+"""Bytes of payload that are under way to the standby before more is copied."""
+AGAIN_S = 1.0
+"""Seconds after which the standby is sent again what it has not acknowledged."""
+DISMISS_S = 3.0
+"""Seconds after which a standby is given up that acknowledges nothing."""
+KEYS_MAX = 256
+"""Keys in one message."""
+REFUSALS_MAX = 64
+
+OF_STORES = (p.Open, p.Close, p.Optimize, p.Rate, p.Join, p.Return, p.Revive, p.Embed)
+"""Requests that may change settings of stores."""
+
+
+class Unacknowledged(NamedTuple):
+    """A packet that the standby has not acknowledged."""
+
+    number: int
+    packet: Packet
+    hold: Hold | None
+    size: int
+
+
+class Layout(NamedTuple):
+    """The layout of a chunk, without its values."""
+
+    names: int
+    retired: tuple[int, ...]
+    blank: tuple[int, ...]
+
+
+class Replicator:
+    """Copies what a server holds to its standby, and holds answers back until that has it.
+
+    Args:
+        member: this server's place in the job.
+        outbox: of the server's doors.
+    """
+
+    def __init__(self, member: MembershipClient, outbox: list[Effect]) -> None:
+        self._member = member
+        self._outbox = outbox
+        self._standby = 0
+        """The incarnation of the standby that the view names; 0 for none."""
+        self._route: Route | None = None
+        """Where the standby speaks from; None before its FOLLOW."""
+        self.is_level = False
+        """The standby has been sent all, and answers wait for it."""
+        self.reason = ""
+        """Why the copy cannot become level; empty if it can."""
+        self.dismissed = 0
+        """The incarnation of a standby that must go; 0 for none."""
+        self._number = self._acknowledged = 0
+        """The number of the last packet, and of the last that the standby has."""
+        self._unacknowledged: deque[Unacknowledged] = deque()
+        self.behind_bytes = 0
+        """Bytes of payload that are under way to the standby."""
+        self._heard_at = 0.0
+        self._again_at = 0.0
+        self._fresh: list[Effect] = []
+        """Answers of which it is not known yet for which packet they wait."""
+        self._held: deque[tuple[int, Effect]] = deque()
+        """(number of the packet that must be acknowledged, answer)."""
+
+    def attach(self, context: RequestContext, control: Control, rules: RuleBook) -> None:
+        """Copy these parts from now on; those before are no more, and neither are the answers that wait."""
+        self._context, self._control, self._rules = context, control, rules
+        self._chunks = context.chunks
+        context.outbox = self
+        rules.watch = self._watch
+        self._replacements: set[int] = set()
+        """The ranks whose process has taken another's place, and has pushed nothing yet."""
+        self._drop_answers()
+        self._forget_copy()
+        if self._route is not None:
+            self._begin()
+
+    def append(self, effect: Effect) -> None:
+        """Take an effect of a part: an answer to a worker may have to wait."""
+        if type(effect) is Send and type(effect.to) is bytes:
+            self._fresh.append(self._owing(effect) if self._replacements else effect)
+        else:
+            self._outbox.append(effect)
+
+    # --- the standby --------------------------------------------------------------------------
+
+    def learn(self, standby: int) -> None:
+        """A view names this server for the seat, and the standby of this incarnation; 0 for none."""
+        if standby == self._standby:
+            return
+        self._standby, self._route, self.is_level, self.dismissed = standby, None, False, 0
+        self._forget_copy()
+        self._fresh[:0] = [effect for _, effect in self._held]
+        self._held.clear()
+
+    def follow(self, route: Route, incarnation: int, now: float) -> None:
+        """The standby wants to be sent all."""
+        if incarnation != self._standby:
+            return
+        is_new, self._route, self._heard_at = self._route is None, route, now
+        if is_new:
+            self._begin()
+
+    def hear(self, route: Route, incarnation: int, number: int, now: float) -> None:
+        """The standby has all up to ``number``."""
+        if incarnation != self._standby or self._route is None or number > self._number:
+            return
+        self._route = route
+        if number > self._acknowledged:
+            self._acknowledged, self._heard_at = number, now
+            self._again_at = now + AGAIN_S
+            self._let_go(number)
+
+    def on_timer(self, now: float) -> None:
+        """Send again what is not acknowledged, and give a standby up that acknowledges nothing."""
+        if not self._unacknowledged or now < self._again_at:
+            return
+        self._again_at = now + AGAIN_S
+        if now >= self._heard_at + DISMISS_S:
+            self._dismiss()
+        for sent in self._unacknowledged:
+            self._send(sent.packet)
+
+    def deadline(self) -> float:
+        """When something is to be sent again; infinite for never."""
+        return self._again_at if self._unacknowledged else math.inf
+
+    def standing(self) -> p.Standing:
+        """Return what the scheduler is told."""
+        return p.Standing(False, 0, self.behind_bytes, self.dismissed, self.reason)
+
+    def _dismiss(self) -> None:
+        if self.dismissed != self._standby:
+            self.dismissed = self._standby
+            self._member.stand()
+
+    # --- what has changed ---------------------------------------------------------------------
+
+    def note(self, message: Message) -> None:
+        """A worker's request was carried out."""
+        if self._replacements and isinstance(message, p.Push | p.PushRows | p.PushTables):
+            self._replacements.difference_update(message.ranks)
+        if self._route is None:
+            return
+        kind = type(message)
+        if kind is p.Load:
+            load = cast(p.Load, message)
+            chunk = self._chunks.by_number[load.chunk]
+            for run in load.runs:
+                for key, start, stop in chunk.pieces(run.start, run.start + run.size):
+                    self._mark(load.chunk, start, stop)
+                    self._keys.setdefault(chunk.store, {})[key] = None
+            self._layouts.add(chunk.store)
+        elif kind is p.Declare:
+            declare = cast(p.Declare, message)
+            if declare.create:
+                self._keys.setdefault(declare.store, {}).update(
+                    dict.fromkeys([entry.key for entry in declare.entries])
+                )
+                self._layouts.add(declare.store)
+            self._is_set = True
+        elif kind is p.SetState:
+            state = cast(p.SetState, message)
+            self._mark(state.chunk, state.start, state.start + state.size)
+        elif kind in OF_STORES:
+            self.note_all(values=kind is p.Revive)
+
+    def note_all(self, *, values: bool = False) -> None:
+        """Settings of any store may have changed; or its ``values``, too."""
+        self._is_set = True
+        if values and self._route is not None:
+            for store in self._context.stores.values():
+                self._note_store(store)
+
+    def replaced(self, rank: int) -> None:
+        """Another process has a rank. Nobody holds the bytes of what the former one pushed to open rounds."""
+        self._replacements.add(rank)
+
+    def _owing(self, effect: Send) -> Send:
+        """Return an answer that has a replacement push again what is in open rounds only.
+
+        Here such a push is a repetition. At a standby it counts.
+        """
+        pulled = effect.packet.message
+        routes = {session.route: rank for rank, session in self._context.sessions.items()}
+        rank = routes.get(effect.to, -1)
+        if rank not in self._replacements or not isinstance(pulled, p.Pulled):
+            return effect
+        chunk = self._chunks.by_number[pulled.chunk]
+        if not self._context.stores[chunk.store].ordered:
+            return effect
+        stands = []
+        for stand in pulled.runs:
+            pushed = settled(next(chunk.spans_in(stand.start, stand.start + 1))).get(rank, 0)
+            stands.append(stand._replace(owed=max(pushed, stand.version)))
+        return effect._replace(packet=effect.packet._replace(message=replace(pulled, runs=tuple(stands))))
+
+    def _note_store(self, store: ServerStore) -> None:
+        """All of a store is to be copied."""
+        self._keys[store.name] = dict.fromkeys(store.shards)
+        self._layouts.add(store.name)
+        for chunk in self._chunks.of_store(store.name):
+            self._mark(chunk.number, 0, chunk.used)
+
+    def _mark(self, chunk: int, start: int, stop: int) -> None:
+        self._ranges.setdefault(chunk, {})[start, stop] = None
+
+    def _watch(self, rule: Rule) -> None:
+        """Note the values that a rule moves."""
+        number, move, skip = rule.chunk.number, rule.move, rule.skip
+
+        def noted(change: Callable[..., None]) -> Callable[..., None]:
+            def moved(span: Span, *rest: object) -> None:
+                if self._route is not None:
+                    self._mark(number, span.start, span.stop)
+                change(span, *rest)
+
+            return moved
+
+        is_plain = type(rule).apply is Rule.move
+        rule.move, rule.skip = noted(move), noted(skip)  # type: ignore[method-assign]
+        if is_plain:
+            rule.apply = rule.move  # type: ignore[method-assign]
+
+    # --- sending ------------------------------------------------------------------------------
+
+    def _forget_copy(self) -> None:
+        self._acknowledged = self._number  # and they are never given again
+        self._let_go(None)
+        self._stores: dict[str, ServerStore] = {}
+        """Those that the standby was sent."""
+        self._settings: dict[str, p.CopyStore] = {}
+        self._over: list[tuple[str, int]] = []
+        """The last life of each store that has ended, as the standby was told."""
+        self._sent_layouts: dict[int, tuple[str, Layout]] = {}
+        self._keys: dict[str, dict[str, None]] = {}
+        self._layouts: set[str] = set()
+        self._ranges: dict[int, dict[tuple[int, int], None]] = {}
+        self._is_set = True
+        self.reason = ""
+
+    def _begin(self) -> None:
+        self._forget_copy()
+        self.is_level = False
+        self._say(p.CopyBegin())
+
+    def _let_go(self, number: int | None) -> None:
+        """Hold packets no more, up to ``number`` or all."""
+        sent = self._unacknowledged
+        while sent and (number is None or sent[0].number <= number):
+            _, _, hold, size = sent.popleft()
+            self.behind_bytes -= size
+            if hold is not None:
+                hold.release()
+
+    def _drop_answers(self) -> None:
+        for effect in [*self._fresh, *[answer for _, answer in self._held]]:
+            assert isinstance(effect, Send)
+            if effect.hold is not None:
+                effect.hold.release()
+        self._fresh.clear()
+        self._held.clear()
+
+    def seal(self) -> None:
+        """End a door: send what has changed, and let those answers leave whose news are copied."""
+        if self._route is not None:
+            self._pump()
+        if not self.is_level:
+            self._outbox += self._fresh
+            self._fresh.clear()
+            return
+        if self._fresh and not self._is_dirty:
+            self._held.extend([(self._number, effect) for effect in self._fresh])
+            self._fresh.clear()
+        while self._held and self._held[0][0] <= self._acknowledged:
+            self._outbox.append(self._held.popleft()[1])
+
+    @property
+    def _is_dirty(self) -> bool:
+        return bool(self._ranges or self._keys or self._layouts or self._is_set)
+
+    def _pump(self) -> None:
+        """Send what has changed, as far as there is room."""
+        is_free = self.behind_bytes < WINDOW_BYTES
+        if self._is_dirty and is_free:
+            self._copy_settings()
+            self._copy_layouts()
+            while self._ranges and (self.is_level or self.behind_bytes < WINDOW_BYTES):
+                number = next(iter(self._ranges))
+                ranges = self._ranges[number]
+                start, stop = next(iter(ranges))
+                del ranges[start, stop]
+                if not ranges:
+                    del self._ranges[number]
+                chunk = self._chunks.by_number.get(number)
+                if chunk is not None:
+                    self._copy_values(chunk, start, stop)
+            self._copy_keys()
+        if self.reason:
+            if self.is_level:
+                self._dismiss()
+        elif not self.is_level and not self._is_dirty:
+            self._say(p.CopyLevel())
+            self.is_level = True
+
+    def _copy_settings(self) -> None:
+        """Send which stores there are, and their settings."""
+        if not self._is_set:
+            return
+        self._is_set = False
+        stores, ended = self._context.stores, self._control.ended
+        kept = tuple([name for name, store in self._stores.items() if stores.get(name) is store])
+        over = [(name, known.life) for name, known in ended.all().items() if name not in stores]
+        if len(kept) < len(self._stores) or over != self._over:
+            self._over = over
+            self._say(p.CopyStores(kept, tuple(starmap(p.StoreLife, over))))
+        for name in self._stores.keys() - {*kept}:
+            del self._stores[name]
+            self._settings.pop(name, None)
+            self._keys.pop(name, None)
+            self._sent_layouts = {
+                number: sent for number, sent in self._sent_layouts.items() if sent[0] != name
+            }
+        for name, store in stores.items():
+            if name not in self._stores:
+                self._stores[name] = store
+                self._say(store.opened)
+                self._note_store(store)
+            self.reason = self.reason or why_not(store)
+            settings = settings_of(store, ended.of(name))
+            before = self._settings.get(name)
+            if settings != before:
+                self._settings[name] = settings
+                self._say(settings)
+                if before is None or before.calls != settings.calls:
+                    self._note_store(store)  # another optimizer has other states
+
+    def _copy_layouts(self) -> None:
+        for name in sorted(self._layouts):
+            held = {chunk.number: chunk for chunk in self._chunks.of_store(name)}
+            for number in [number for number, sent in self._sent_layouts.items() if sent[0] == name]:
+                if number not in held:
+                    del self._sent_layouts[number]
+                    self._say(p.CopyChunk(name, number, 1, 0, (), (), (), ()))
+            for number, chunk in held.items():
+                layout = Layout(len(chunk.keys), *chunk.unused())
+                if self._sent_layouts.get(number) != (name, layout):
+                    self._sent_layouts[number] = name, layout
+                    dtype = BY_NAME[chunk.dtype].id
+                    names, bounds = tuple(chunk.keys), tuple(chunk.bounds)
+                    self._say(p.CopyChunk(name, number, dtype, chunk.capacity, names, bounds, *layout[1:]))
+        self._layouts.clear()
+
+    def _copy_keys(self) -> None:
+        for name, keys in self._keys.items():
+            store = self._context.stores.get(name)
+            if store is None:
+                continue
+            copied = [copied_key(store, key) for key in keys if key in store.shards]
+            gone = [key for key in keys if key not in store.shards]
+            for at in range(0, max(len(copied), len(gone)), KEYS_MAX):
+                end = at + KEYS_MAX
+                self._say(p.CopyKeys(name, tuple(copied[at:end]), tuple(gone[at:end])))
+        self._keys.clear()
+
+    def _copy_values(self, chunk: Chunk, start: int, stop: int) -> None:
+        """Send elements of a chunk, by spans."""
+        if chunk.back is not None:
+            self.reason = self.reason or f"the values of store {chunk.store!r} are pulled compressed"
+        width = BY_NAME[chunk.dtype].itemsize
+        for span in list(chunk.spans_in(start, stop)):
+            low, high = max(span.start, start), min(span.stop, stop)
+            rows = {name: tensor[low:high].clone() for name, tensor in (chunk.state or {}).items()}
+            fields = tuple([p.Field(name, dtype_of(row).id, len(row)) for name, row in rows.items()])
+            message = p.CopyValues(
+                chunk.number,
+                BY_NAME[chunk.dtype].id,
+                low,
+                high - low,
+                span.version,
+                span.step,
+                _by_text(settled(span)),
+                _by_text(span.head_start),
+                _by_text(span.clock_from),
+                fields,
+            )
+            payload = (chunk.buffer.octets[low * width : high * width], *map(to_frame, rows.values()))
+            self._say(message, payload, chunk.buffer.hold())
+
+    def _say(self, message: Message, payload: tuple[memoryview, ...] = (), hold: Hold | None = None) -> None:
+        self._number += 1
+        packet = Packet(self._member.envelope(self._number), message, payload)
+        size = sum([frame.nbytes for frame in payload])
+        if not self._unacknowledged:
+            self._heard_at = max(self._heard_at, self._context.meter.now)
+            self._again_at = self._context.meter.now + AGAIN_S
+        self._unacknowledged.append(Unacknowledged(self._number, packet, hold, size))
+        self.behind_bytes += size
+        self._send(packet)
+
+    def _send(self, packet: Packet) -> None:
+        assert self._route is not None
+        self._outbox.append(Send(self._route, packet))
+
+
+def why_not(store: ServerStore) -> str:
+    """Return why a store cannot be copied; empty if it can."""
+    opened, name = store.opened, f"store {store.name!r}"
+    if opened.on_nonfinite != "apply":
+        return f"{name} drops updates that are not finite"
+    if opened.late == "next":
+        return f"{name} counts late pushes in the next round"
+    if store.updater is not None and store.updater.tracks_pulls:
+        return f"the optimizer of {name} depends on what workers have pulled"
+    if any(key.startswith(EMBEDDING) for key in store.shards):
+        return f"{name} has embedding tables"
+    return ""
+
+
+def settings_of(store: ServerStore, life: StoreLife | None) -> p.CopyStore:
+    """Return the settings of a store as the standby is told them."""
+    joins, optimizer, rate, hyper = store.joins, store.sent_optimizer, store.sent_rate, store.hyper
+    sent = optimizer.value or hyper
+    maps = ({}, {}, {}) if sent is None else (dict(sent.values), dict(sent.lr_mult), dict(sent.wd_mult))
+    return p.CopyStore(
+        store.name,
+        store.restored,
+        store.stamps,
+        _by_text({} if life is None else life.closed),
+        joins.over,
+        _by_text(joins.last),
+        _by_text(joins.made),
+        "" if sent is None else sent.name,
+        *maps,
+        optimizer.calls,
+        optimizer.after,
+        0.0 if hyper is None else hyper.number("lr"),
+        rate.value,
+        rate.calls,
+        rate.after,
+        tuple([_refusal(*kept) for kept in store.refusals.kept(REFUSALS_MAX)]),
+    )
+
+
+def _refusal(kind: Hashable, refused: RefusedCall) -> p.CopiedRefusal:
+    what = kind if isinstance(kind, str) else str(cast("tuple[str]", kind)[0])
+    return p.CopiedRefusal(what, isinstance(kind, str), *refused.attempt, refused.code, refused.text)
+
+
+def copied_key(store: ServerStore, key: str) -> p.CopiedKey:
+    """Return a key as the standby is told of it."""
+    shard = store.shards[key]
+    loading, (rank, incarnation) = shard.loading
+    dtype, shape = BY_NAME[shard.spec.dtype].id, shard.spec.shape
+    loaded = tuple([shard.empty.get(piece, -1) + 1 for piece in shard.pieces])
+    return p.CopiedKey(
+        key,
+        dtype,
+        shape,
+        shard.start,
+        shard.count,
+        shard.call + 1,
+        loading + 1,
+        rank,
+        incarnation,
+        shard.stamp,
+        shard.born,
+        shard.pieces,
+        shard.offsets,
+        loaded,
+    )
+
+
+def settled(span: Span) -> dict[int, int]:
+    """Return the pushes of each rank that are in the values of ``span``."""
+    counts = dict(span.pushed)
+    for round_ in reversed(span.rounds):
+        counts.update(dict.fromkeys(round_.ranks, round_.number))
+    for update in reversed(span.due):
+        counts.update(dict.fromkeys(update.ranks or chain.from_iterable(update.whose), update.number))
+    return counts
+
+
+def _by_text(numbers: dict[int, int]) -> dict[str, int]:
+    return {str(rank): number for rank, number in numbers.items()}

@@ -1,0 +1,188 @@
+"""A server whose standby is level may die at any moment: no call fails, no step is repeated, and the bits are right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from kvps.core.server.server import Server
+from tests.simulation.cluster import Cluster, Script, Store
+from tests.simulation.network import Faults, Process
+from tests.simulation.training import (
+    FEWER,
+    LOST,
+    ON_TIME,
+    Job,
+    Play,
+    check,
+    faults_of,
+    is_trained,
+    named,
+    of_today,
+    play_with,
+    replayable,
+)
+
+SIZES = {"w": 3, "big": 90}
+"""One key on one server, and one that is cut."""
+WAYS = ["pushpull", "push, pull", "push", "push and wait", "one by one", "pushpull"]
+STRIKES = 12
+BEGIN_S = 1.4
+"""When all copies are level, and training begins."""
+
+
+def train(job: Job, rank: int) -> Script:
+    """Train as rank ``rank``, from where this rank is; return the weights."""
+    kv, versions = job.store, job.versions
+    yield from kv.open()
+    yield BEGIN_S
+    yield from kv.init(job.initial())
+    if job.has_optimizer:
+        yield from kv.set_optimizer("test", **job.hyper)
+    begin = yield from kv.resume(list(job.sizes))
+    for step in range(begin, job.steps):
+        gradients, expected = job.gradients(rank, step), versions[step + 1]
+        yield 0.004 * rank  # so that rank 0 is ahead
+        match job.ways[step]:
+            case "pushpull":
+                check(step, (yield from kv.pushpull(gradients)), expected)
+            case "one by one":
+                for name in gradients:
+                    yield from kv.push({name: gradients[name]})
+                for name in reversed(list(gradients)):
+                    check(step, (yield from kv.pull({name: gradients[name]})), {name: expected[name]})
+            case way:
+                yield from kv.push(gradients, wait=way == "push and wait")
+                if way == "push, pull":
+                    check(step, (yield from kv.pull(gradients)), expected)
+    yield from kv.barrier()
+    assert (yield from kv.versions(list(job.sizes))) == [job.steps] * len(job.sizes)
+    return (yield from kv.pull(job.initial()))
+
+
+COPIED: Play = (train, is_trained)
+
+
+def job_of(has_optimizer: bool = False, workers: int = 2) -> Job:
+    job = Job(0, workers, 2, len(WAYS), SIZES, ways=WAYS, has_optimizer=has_optimizer, replicas=1)
+    job.store = Store(bigarray_bound=16)
+    job.faults = Faults(in_order=True)
+    return job
+
+
+def lose_primary(cluster: Cluster) -> None:
+    primary, _ = cluster.holders(0)
+    if primary is not None and cluster.is_level(0):
+        cluster.network.kill(primary)
+
+
+def lose_standby(cluster: Cluster) -> None:
+    _, standby = cluster.holders(0)
+    if standby is not None:
+        cluster.network.kill(standby)
+
+
+def end_at_each_packet(job: Job, end: Callable[[Cluster], None], play: Play = COPIED) -> None:
+    """Play a job as often as it has packets of today once its copies are level; ``end`` something at another."""
+    first, count = 0, 0
+
+    def look(cluster: Cluster, number: int, *_: Process) -> Sequence[float]:
+        nonlocal first
+        if not first and cluster.network.now > BEGIN_S:
+            first = number
+        return ON_TIME
+
+    count = play_with(job, look, play)
+    assert first
+    for fatal in of_today(count):
+        if fatal < first:
+            continue
+
+        def die(
+            cluster: Cluster, number: int, source: Process, target: Process, fatal: int = fatal
+        ) -> Sequence[float]:
+            if number != fatal:
+                return ON_TIME
+            if any(client.done_at is not None for client in cluster.clients.values()):
+                return ON_TIME
+            end(cluster)
+            return LOST if not (source.alive and target.alive) else ON_TIME
+
+        with named(f"it ends at packet {fatal}"):
+            play_with(job, die, play)
+
+
+@pytest.mark.parametrize("has_optimizer", [False, True], ids=["sums", "optimizer"])
+def test_a_primary_may_die_at_any_packet(has_optimizer: bool) -> None:
+    end_at_each_packet(job_of(has_optimizer), lose_primary)
+
+
+def test_a_standby_may_die_at_any_packet() -> None:
+    end_at_each_packet(job_of(), lose_standby)
+
+
+@pytest.mark.parametrize(
+    "fate",
+    [LOST, (0.0, 0.0), (0.0, 0.01), (0.0, 3.0), (3.0,)],
+    ids=["lost", "twice", "twice, once late", "twice, once stale", "stale"],
+)
+def test_anything_may_befall_any_one_packet_meanwhile(fate: Sequence[float]) -> None:
+    def prepare(cluster: Cluster) -> None:
+        cluster.network.at(BEGIN_S + 0.03, lambda: lose_primary(cluster))
+
+    job = job_of(has_optimizer=True)
+    for fatal in of_today(play_with(job, lambda *_: ON_TIME, COPIED, prepare)):
+        with named(f"packet {fatal} has the copies {fate}"):
+            play_with(
+                job,
+                lambda _, count, *ends, fatal=fatal: fate if count == fatal else ON_TIME,
+                COPIED,
+                prepare,
+            )  # type: ignore[misc]
+
+
+def is_given_up(primary: Process) -> bool:
+    """Whether a primary has asked for another standby."""
+    core = primary.core
+    assert isinstance(core, Server)
+    assert core.member.standing is not None
+    return core.member.standing().dismiss != 0
+
+
+@pytest.mark.parametrize("seed", FEWER)
+def test_swarm(seed: int, request: pytest.FixtureRequest) -> None:
+    """Primaries, standbys and workers die one after another; packets are lost, doubled and late."""
+    dice = random.Random(seed)
+    job = job_of(dice.random() < 0.7, dice.choice([2, 3]))
+    job.seed, job.steps = seed, 12
+    job.ways = [dice.choice(WAYS) for _ in range(job.steps)]
+    # What a standby says of its copy counts as it arrives, and ZeroMQ keeps the order.
+    job.faults = replace(faults_of(dice), in_order=True)
+    job.store.deterministic = dice.random() < 0.3
+    cluster = Cluster(job.workers, 2, lambda rank: train(job, rank), seed, job.faults, replicas=1)
+
+    loses_workers = dice.random() < 0.5
+
+    def strike(left: int) -> None:
+        if cluster.is_done or not left:
+            return
+        cluster.network.at(cluster.network.now + dice.random() * 2, lambda: strike(left - 1))
+        rank = dice.randrange(2)
+        if loses_workers and dice.random() < 0.2:
+            cluster.kill(rank)
+            cluster.network.at(cluster.network.now + 3 * dice.random(), lambda: cluster.replace(rank))
+        primary, standby = cluster.holders(rank)
+        if dice.random() < 0.7:
+            if primary and standby and cluster.is_level(rank) and not is_given_up(primary):
+                cluster.network.kill(primary)
+        elif primary is not None and standby is not None:
+            cluster.network.kill(standby)
+
+    cluster.network.at(BEGIN_S + dice.random(), lambda: strike(STRIKES))
+    with replayable(request, job):
+        cluster.run(2_000)
+        for client in cluster.ended_well():
+            is_trained(job, client.result)

@@ -1,0 +1,335 @@
+"""A server copies what it holds to its standby, which goes on with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from kvps import protocol as p
+from kvps.core.effects import Connect, Effect, Exit, Send
+from kvps.core.server.replicas import primary
+from kvps.core.server.replicas.primary import AGAIN_S, DISMISS_S
+from kvps.errors import ProtocolError
+from kvps.protocol.envelope import Message, Packet
+from tests.support.server_harness import Seat, ServerStage, heard, opening, optimizing
+
+LIFE = 50
+"""The incarnation of the standby."""
+
+
+@dataclass
+class Stage(ServerStage):
+    """A server whose packets to the other copy are kept."""
+
+    sent: list[Packet] = field(default_factory=list)
+    standings: list[p.Standing] = field(default_factory=list)
+
+    def take(self, door: None = None) -> list[Any]:
+        others: list[Effect] = []
+        for effect in self.server.outbox.take():
+            if isinstance(effect, Send) and effect.to in (b"q", "server 0"):
+                self.sent.append(effect.packet)
+            else:
+                others.append(effect)
+        for effect in others:
+            self.server.outbox.append(effect)
+        said = super().take(door)
+        self.standings += [one.message for one in said if isinstance(one.message, p.Standing)]
+        return said
+
+
+class Pair:
+    """A primary, and its standby once it is named."""
+
+    def __init__(self) -> None:
+        self.primary = Stage(2, welcome={"replicas": 1})
+        self.standby = Stage(
+            2, welcome={"replicas": 1, "follows": True}, life=LIFE, standby=LIFE, greeted=False
+        )
+        self.said: list[Any] = []
+        """What workers have heard, of the primary and of the standby."""
+
+    def name(self, life: int = LIFE) -> None:
+        self.primary.standby = life
+        self.said += self.primary.show()
+
+    def pump(self, rounds: int = 20) -> None:
+        """Carry all packets between the two."""
+        for _ in range(rounds):
+            forth, self.primary.sent = self.primary.sent, []
+            for packet in forth:
+                self.said += self.standby.hear("server 0", packet)  # type: ignore[arg-type]
+            back, self.standby.sent = self.standby.sent, []
+            for packet in back:
+                self.said += self.primary.hear(b"q", packet)
+            if not forth and not back:
+                return
+
+    def level(self) -> None:
+        self.name()
+        self.ask()
+        self.pump()
+        assert self.standby.standings[-1].level
+
+    def ask(self) -> None:
+        """Let the standby ask again."""
+        self.standby.now += 1.5
+        self.standby.take(self.standby.server.on_timer(self.standby.now))
+
+    def promote(self) -> list[Any]:
+        self.standby.standby = 0
+        said = self.standby.show(servers=[Seat("held", LIFE)])
+        for rank in range(2):
+            said += self.standby.hello(rank)
+        return said
+
+    def init(self, store: str, key: str, values: list[float], call: int = 0) -> None:
+        """Create a key by rank 0."""
+        count = len(values)
+        self.do(0, p.Declare(store, True, call, (p.Entry(key, 1, (count,), 0, count),)))
+        self.pump()
+        (piece,) = heard(self.said, p.Declared)[-1].places[0].pieces
+        for at in range(count):  # by parts
+            self.do(
+                0,
+                p.Load(piece.chunk, 1, (p.Run(piece.start + at, 1, call),)),
+                torch.tensor(values[at : at + 1]),
+            )
+            self.pump()
+
+    def do(self, rank: int, message: Message, *payload: torch.Tensor) -> list[Any]:
+        """Let a worker ask the primary."""
+        return self.primary.say(rank, message, *payload)
+
+
+def push(key: p.Piece, number: int, *, pull: bool = True) -> p.Push:
+    return p.Push(key.chunk, 1, (0,), 1.0, pull, (p.Run(key.start, key.size, number),))
+
+
+def of(rank: int, message: p.Push) -> p.Push:
+    return p.Push(message.chunk, message.dtype, (rank,), 1.0, message.pull, message.runs)
+
+
+def trained() -> tuple[Pair, p.Piece]:
+    """Return a pair whose primary has a key, an optimizer, and has closed one round before it has a standby."""
+    pair = Pair()
+    one = pair.primary
+    one.open()
+    one.init("w", [1.0, 2.0, 3.0])
+    one.optimizer("sgd", lr=1.0, momentum=0.5)
+    (piece,) = one.pieces["w"]
+    for rank in range(2):
+        pair.do(rank, of(rank, push(piece, 0)), torch.tensor([1.0, 0.0, 0.5]))
+    assert one.values("w") == [-1.0, 2.0, 2.0]
+    return pair, piece
+
+
+@pytest.mark.spec("R493", "R494", "R497")
+def test_a_standby_gets_all_that_there_is() -> None:
+    pair, _ = trained()
+    pair.do(0, p.Optimize("kv", 2, True, "sgd", {"lr": -1.0}))  # refused, to all
+    pair.do(0, p.Rate("kv", 1, True, 0.5, 1))
+    pair.level()
+    ours, theirs = pair.primary.server, pair.standby.server
+    assert pair.standby.server.context.stores["kv"].shards == ours.context.stores["kv"].shards
+    (chunk,), (copy,) = ours.context.chunks.by_number.values(), theirs.context.chunks.by_number.values()
+    assert torch.equal(chunk.buffer.tensor[:3], copy.buffer.tensor[:3])
+    assert chunk.state is not None
+    assert copy.state is not None
+    assert all(torch.equal(row[:3], copy.state[name][:3]) for name, row in chunk.state.items())
+    assert (copy.spans[0].version, copy.spans[0].step, copy.spans[0].pushed) == (1, 1, {0: 1, 1: 1})
+    assert theirs.context.stores["kv"].hyper == ours.context.stores["kv"].hyper
+    assert theirs.context.stores["kv"].sent_rate == ours.context.stores["kv"].sent_rate
+    assert theirs.context.chunks.counts == ours.context.chunks.counts
+    assert theirs.context.stores["kv"].refusals.kept(9) == ours.context.stores["kv"].refusals.kept(9)
+
+
+@pytest.mark.spec("R495", "R496")
+def test_answers_wait_for_the_standby_and_open_pushes_are_not_copied() -> None:
+    pair, piece = trained()
+    pair.level()
+    pair.said.clear()
+    gradient = torch.tensor([2.0, 0.0, 0.0])
+    pair.do(0, of(0, push(piece, 1)), gradient)
+    pair.pump()
+    said = pair.do(0, of(0, push(piece, 2, pull=False)), gradient)
+    assert heard(said, p.Ack), "nothing has changed that the standby lacks"
+    assert not pair.do(1, of(1, push(piece, 1)), gradient), "the round is closed, and nobody is told"
+    pair.pump()
+    assert len(heard(pair.said, p.Pulled)) == 2
+    (copy,) = pair.standby.server.context.chunks.by_number.values()
+    assert copy.spans[0].version == 2
+    assert copy.spans[0].pushed == {0: 2, 1: 2}, "rank 0 has pushed for round 2, which is open"
+    assert pair.primary.span("w").pushed == {0: 3, 1: 2}
+
+
+@pytest.mark.spec("R498")
+def test_a_promoted_standby_goes_on_and_the_former_primary_is_not_heard() -> None:
+    pair, piece = trained()
+    pair.level()
+    gradient = torch.tensor([2.0, 0.0, 0.0])
+    for rank in range(2):
+        assert not heard(pair.do(rank, of(rank, push(piece, 1)), gradient), p.Pulled)
+    (lost,) = [packet for packet in pair.primary.sent if isinstance(packet.message, p.CopyValues)]
+    pair.standby.pieces = pair.primary.pieces
+    welcomes = heard(pair.promote(), p.Welcome)
+    assert [welcome.promoted for welcome in welcomes] == [True, True]
+    assert not pair.standby.hear("server 0", lost), "the fence"  # type: ignore[arg-type]
+    said = [one for rank in range(2) for one in pair.standby.say(rank, of(rank, push(piece, 1)), gradient)]
+    assert len(heard(said, p.Pulled)) == 2
+    assert pair.standby.values("w") == [-6.0, 2.0, 1.5]
+
+
+@pytest.mark.spec("R498")
+def test_a_standby_that_is_not_level_ends() -> None:
+    pair, _ = trained()
+    pair.name()
+    pair.ask()
+    pair.promote()
+    (end,) = [effect for effect in pair.standby.notes if isinstance(effect, Exit)]
+    assert (end.code, end.reason) == (75, "server 0 was lost before its standby had all of its values")
+
+
+@pytest.mark.spec("R496")
+def test_without_the_standby_answers_leave() -> None:
+    pair, piece = trained()
+    pair.level()
+    gradient = torch.tensor([2.0, 0.0, 0.0])
+    for rank in range(2):
+        pair.do(rank, of(rank, push(piece, 1)), gradient)
+    pair.said.clear()
+    pair.primary.standby = 0
+    assert not heard(pair.primary.show(servers=[Seat("held", 99)]), p.Pulled), "another has the seat"
+    assert len(heard(pair.primary.show(), p.Pulled)) == 2
+    late = pair.standby.server.member.packet(p.Followed(3))
+    with pytest.raises(ProtocolError):
+        pair.primary.server.admit(b"q", late.envelope, p.Followed)
+
+
+@pytest.mark.spec("R494", "R502")
+def test_lost_packets_are_sent_again_and_a_silent_standby_is_dismissed() -> None:
+    pair, piece = trained()
+    pair.level()
+    one = pair.primary
+    for rank in range(2):
+        pair.do(rank, of(rank, push(piece, 1)), torch.tensor([2.0, 0.0, 0.0]))
+    lost, one.sent = one.sent, []
+    one.now += AGAIN_S + 0.1
+    one.take(one.server.on_timer(one.now))
+    assert one.sent == lost
+    for packet in [*one.sent[1:], *one.sent[:1]]:  # not in their order
+        pair.standby.hear("server 0", packet)  # type: ignore[arg-type]
+    pair.standby.sent.clear()
+    one.now += DISMISS_S
+    one.take(one.server.on_timer(one.now))
+    assert one.standings[-1].dismiss == LIFE
+    one.take(one.server.on_timer(one.now + AGAIN_S))
+    pair.pump()
+    assert len(heard(pair.said, p.Pulled)) == 2
+    pair.standby.hear("server 0", lost[0])  # type: ignore[arg-type]
+    assert isinstance(pair.standby.sent[-1].message, p.Followed), "again"
+
+
+@pytest.mark.spec("R501")
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"on_nonfinite": "skip"}, "drops updates that are not finite"),
+        ({"late": "next", "quorum": 1, "bundles": False}, "counts late pushes in the next round"),
+    ],
+)
+def test_a_store_that_cannot_be_copied_keeps_the_copy_from_being_level(
+    options: dict[str, Any], why: str
+) -> None:
+    pair, _ = trained()
+    pair.level()
+    said = pair.do(0, opening("sync", "other", **options))
+    pair.pump()
+    assert not heard(said, p.Done), "the scheduler may still give the seat to the standby"
+    assert why in pair.primary.standings[-1].reason
+    assert pair.primary.standings[-1].dismiss == LIFE
+    pair.name(0)
+    assert heard(pair.said, p.Done)
+    pair.name(LIFE + 1)
+    again = pair.standby.server.member
+    again.incarnation = LIFE + 1
+    pair.primary.hear(b"q", again.packet(p.Follow()))
+    assert not any(isinstance(packet.message, p.CopyLevel) for packet in pair.primary.sent)
+
+
+@pytest.mark.spec("R501")
+def test_tables_and_optimizers_that_track_pulls_cannot_be_copied() -> None:
+    pair, _ = trained()
+    store = pair.primary.server.context.stores["kv"]
+    assert not primary.why_not(store)
+    pair.do(0, optimizing("dcasgd", 2, True, lr=0.5))
+    assert "depends on what workers have pulled" in primary.why_not(store)
+    store.updater = None
+    store.shards["\0table"] = store.shards["w"]
+    store.shards = {primary.EMBEDDING + "t": store.shards["w"]}
+    assert "has embedding tables" in primary.why_not(store)
+
+
+def test_stores_and_keys_come_and_go() -> None:
+    pair, _ = trained()
+    pair.level()
+    one, other = pair.primary, pair.standby.server.context
+    pair.do(0, opening("sync", "second"))
+    pair.init("second", "b", [1.0, 2.0])
+    assert sorted(other.stores) == ["kv", "second"]
+    pair.init("second", "b", [1.0, 2.0, 5.0], call=1)  # of another shape, elsewhere
+    assert other.stores["second"].shards["b"].count == 3
+    assert other.chunks.counts == one.server.context.chunks.counts
+    for rank in range(2):
+        pair.do(rank, p.Close((p.StoreLife("second", 0),)))
+    pair.do(0, opening("sync", "third"))
+    pair.pump()
+    assert sorted(other.stores) == ["kv", "third"]
+    assert other.chunks.counts == one.server.context.chunks.counts
+    pair.standby.server.check()
+
+
+def test_a_copy_that_cannot_be_held_is_not_level() -> None:
+    pair, _ = trained()
+    pair.name()
+    pair.ask()
+    packet = pair.standby.server.member.packet
+    pair.pump()
+    bad = p.CopyValues(99, 1, 0, 1, 0, 0, {}, {}, {}, ())
+    number = pair.standby.server._follower.number + 1  # type: ignore[union-attr]
+    envelope = pair.primary.server.member.envelope(number)
+    pair.standby.hear("server 0", Packet(envelope, bad, (memoryview(bytes(4)),)))  # type: ignore[arg-type]
+    assert "server 0 has no chunk 99" in pair.standby.standings[-1].reason
+    assert not pair.standby.standings[-1].level
+    assert packet(p.Follow()).envelope.incarnation == LIFE
+
+
+@pytest.mark.spec("R493")
+def test_a_new_epoch_begins_another_copy() -> None:
+    pair, _ = trained()
+    pair.level()
+    pair.standby.show(epoch=1)
+    assert not pair.standby.standings[-1].level
+    assert not pair.standby.server.context.stores
+    pair.standby.show(servers=[Seat("lost", 1)], epoch=1)
+    pair.standby.show(servers=[Seat("held", 3)], epoch=1)
+    connects = [effect for effect in pair.standby.notes if isinstance(effect, Connect)]
+    assert [effect.endpoint for effect in connects if effect.to == "server 0"] == ["tcp://s0:1", "tcp://s0:3"]
+
+
+def test_a_replacement_is_told_that_it_owes_what_only_the_primary_has() -> None:
+    pair, piece = trained()
+    pair.level()
+    pair.do(0, of(0, push(piece, 1, pull=False)), torch.tensor([2.0, 0.0, 0.0]))
+    pair.pump()
+    pair.said += pair.primary.replace(0)
+    pair.pump()
+    said = pair.do(0, p.Pull(piece.chunk, False, (p.Ask(piece.start, piece.size, 0, 0),)))
+    ((stand,),) = [pulled.runs for pulled in heard(said, p.Pulled)]
+    assert stand.owed == 1
+    assert heard(pair.do(0, of(0, push(piece, 1, pull=False)), torch.tensor([2.0, 0.0, 0.0])), p.Ack)
+    said = pair.do(0, p.Pull(piece.chunk, False, (p.Ask(piece.start, piece.size, 0, 0),)))
+    assert [pulled.runs[0].owed for pulled in heard(said, p.Pulled)] == [2]
