@@ -41,6 +41,7 @@ _DMLC = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_S
 _WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PLACE = (
     *("KVPS_SCHEDULER", "KVPS_BIND", "KVPS_WORKERS", "KVPS_SERVERS", "KVPS_STATE"),
+    "KVPS_REPLICAS",
     *("KVPS_RANK", "KVPS_INCARNATION", "KVPS_JOB", "KVPS_MOST_WORKERS", "KVPS_KEYS", *_DMLC, "DMLC_ROLE"),
 )
 """Variables that describe the place of one process in one cluster, and would mislead another process."""
@@ -171,6 +172,17 @@ def as_workers(name: str, given: str) -> tuple[int, int]:
             "below the first"
         )
     return workers, most_workers
+
+
+def as_replicas(name: str, given: str) -> int:
+    """Return what ``name`` was given, as a number of copies of each server.
+
+    Raises:
+        ConfigError: if it is neither 0 nor 1.
+    """
+    if given not in ("0", "1"):
+        raise ConfigError(f"{name}={given}: a server has 0 or 1 copies; correct or unset it")
+    return int(given)
 
 
 def as_bytes(name: str, given: str) -> int:

@@ -19,8 +19,9 @@ cores divided by N + S, but at least 1, and PYTHONUNBUFFERED becomes 1.
 If a worker fails (its COMMAND ends with an exit code other than 0), it is started again with the same
 rank, as often as --max-restarts allows. After that, the others get WorkerLost and the job ends. With
 --checkpoint-dir, a server that fails is started again, too: all servers return to the last checkpoint,
-and workers continue. The scheduler is also started again. It keeps its state in a directory below
-TMPDIR, and the others do not wait for it.
+and workers continue. With --replicas 1, a server that fails loses nothing: its copy takes its place, and
+the server that is started again holds the next copy. The scheduler is also started again. It keeps its
+state in a directory below TMPDIR, and the others do not wait for it.
 Ctrl-C and SIGTERM go to each COMMAND, and end the job; a second Ctrl-C kills all processes at once. With
 --grace SECONDS, a COMMAND that gets SIGTERM ends after its current round. If a single kvps-worker gets
 SIGTERM, its COMMAND ends like this, and the others continue without it. With --grace and --checkpoint-dir,
@@ -108,6 +109,8 @@ def _parser() -> flags.Parser:
         {
             "-s --servers --num-servers S": "number of servers (N); 0 for a script without servers, as with "
             "the allreduce store",
+            "--replicas R": "0 or 1: with 1 each server has a copy in another server's process, which takes its "
+            "place when it is lost; needs 2 or more servers; KVPS_REPLICAS (0)",
             "--launcher LAUNCHER": "where workers and servers run; local: on this machine; ssh: on the hosts "
             "of -H; slurm: on the nodes of the allocation that this command runs in (ssh with -H, local without it)",
             "-H --hosts --hostfile HOSTS": "hosts for ssh: 'a:4,b:4', or a file with lines 'a slots=4'; a "
@@ -176,6 +179,11 @@ def main(argv: Sequence[str]) -> int:
     servers = workers if parsed.servers is None else config.as_whole("-s", parsed.servers)
     if workers < 1:
         raise ConfigError(f"-n {workers}: use 1 or more workers")
+    replicas = flags.setting(parsed, "replicas", config.as_replicas, 0)
+    if replicas and servers < 2:
+        raise ConfigError(
+            f"--replicas 1 with {servers} servers: a copy has to lie in another server's process; use -s 2 or more"
+        )
     restarts = config.as_whole("--max-restarts", parsed.max_restarts)
     grace_s = flags.setting(parsed, "grace", config.as_seconds, None)
     http = flags.http_of(parsed)
@@ -209,6 +217,7 @@ def main(argv: Sequence[str]) -> int:
         http=parsed.http,
         is_http_insecure=http is not None and flags.is_insecure(parsed),
         remote=remote,
+        replicas=replicas,
     )
     need = (2 if plan.remote is None else 3) * (1 + max(workers, most_workers) + servers) + OWN_DESCRIPTORS
     descriptors.demand(f"kvps-launch of {workers} workers and {servers} servers", need)
@@ -243,7 +252,8 @@ def _remote(parsed: argparse.Namespace, workers: int, servers: int) -> Remote | 
     )
     placement = Placement(given, workers, servers)
     rsh = shlex.split(parsed.rsh or ("srun" if launcher == "slurm" else "ssh"))
-    return Remote(launcher, rsh, placement, parsed.python, _given(parsed.env))
+    copies = flags.setting(parsed, "replicas", config.as_replicas, 0)
+    return Remote(launcher, rsh, placement, parsed.python, _given(parsed.env), copies)
 
 
 def _given(settings: Sequence[str]) -> dict[str, str]:

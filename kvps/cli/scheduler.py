@@ -15,7 +15,7 @@ servers write a last checkpoint; then stop the job, since no other checkpoint fo
 
 {exit_codes}
 environment, where the flag is not given:
-  KVPS_WORKERS, KVPS_SERVERS, KVPS_BIND, KVPS_STATE, KVPS_KEEP_ALIVE, KVPS_SILENCE_MAX,
+  KVPS_WORKERS, KVPS_SERVERS, KVPS_REPLICAS, KVPS_BIND, KVPS_STATE, KVPS_KEEP_ALIVE, KVPS_SILENCE_MAX,
   KVPS_DROP_GRACE, KVPS_LIMITS, KVPS_KEYS, KVPS_INSECURE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL,
   KVPS_LOG_FORMAT
   KVPS_CHECKSUM=0: send packets without checksums, if the network has better checksums
@@ -50,6 +50,8 @@ def _parser() -> flags.Parser:
             "--workers N[:MAX]": "number of workers; with MAX, workers may come and go once N have joined, "
             "until there are MAX; KVPS_WORKERS",
             "--servers S": "number of servers; KVPS_SERVERS",
+            "--replicas R": "0 or 1: with 1 each server has a copy in another server's process, which takes its "
+            "place when it is lost; KVPS_REPLICAS (0)",
             "--bind tcp://HOST:PORT": "address to listen at; port 0: any free port; KVPS_BIND "
             f"({config.DEFAULT_SCHEDULER})",
             "--state DIR": "directory of saved state: a scheduler that is started again with the same DIR "
@@ -94,6 +96,7 @@ def main(argv: Sequence[str]) -> int:
         keys_again=lambda: flags.keys_of(parsed, "scheduler"),
         http=flags.http_of(parsed),
         limits=flags.limits_of(parsed, "scheduler"),
+        replicas=flags.setting(parsed, "replicas", config.as_replicas, 0),
         tell=lambda event, value: _tell(fd, event, value, flags.log_format(parsed)),
         is_launched=fd is not None,
         most_workers=size[1],

@@ -91,6 +91,8 @@ class LaunchPlan:
     """Where the scheduler serves the dashboard, if a flag says so; KVPS_HTTP, it reads itself."""
     is_http_insecure: bool = False
     """Other machines may read there."""
+    replicas: int = 0
+    """How many copies of each server there are, in processes of other servers."""
     remote: Remote | None = None
     """Other hosts for workers and servers; None if all processes run on this machine."""
     most_workers: int = 0
@@ -241,12 +243,9 @@ class Launch:
     # --- starting -----------------------------------------------------------------------------
 
     def _start_scheduler(self, life: int) -> None:
-        sizes = (
-            "--workers",
-            range_of(self._plan.workers, self._plan.most_workers),
-            "--servers",
-            self._plan.servers,
-        )
+        most = range_of(self._plan.workers, self._plan.most_workers)
+        sizes: list[object] = ["--workers", most, "--servers", self._plan.servers]
+        sizes += ["--replicas", self._plan.replicas] if self._plan.replicas else []
         place = ["--bind", f"tcp://{self._host}:0"] if self._foothold is None else self._foothold.flags
         http = [] if self._plan.http is None else ["--http", self._plan.http]
         self._start("scheduler", 0, life, [*sizes, *place, *http])
@@ -278,7 +277,7 @@ class Launch:
         if self._plan.remote is None:  # else its host decides
             words += ["--bind", "tcp://127.0.0.1:0"]
             if config.text("KVPS_MEMORY_LIMIT", env=self._env_of("server")) is None:
-                words += ["--memory-limit", share_bytes(self._plan.servers)]
+                words += ["--memory-limit", share_bytes(self._plan.servers * (1 + self._plan.replicas))]
         self._start("server", rank, life, words)
 
     def _start_worker(self, rank: int, life: int) -> None:
@@ -463,7 +462,8 @@ class Launch:
     def _is_kept(self, child: Child, code: int) -> bool:
         """Whether what a server or the scheduler knew is where its next life finds it."""
         if child.role == "server":
-            return self._plan.checkpoint_dir is not None or self._rebuilds
+            has_copy = self._plan.replicas > 0
+            return has_copy or self._plan.checkpoint_dir is not None or self._rebuilds
         return self._foothold is not None and self._foothold.has_job(code)
 
     def _warn_of_restart(self, child: Child, code: int) -> None:
@@ -484,6 +484,12 @@ class Launch:
                 self._start_scheduler(child.life + 1)
             return
         if code == 1 and self._worker_code:  # the job is over for it, and a worker was lost for good
+            return
+        if child.role == "server" and self._plan.replicas and code != EXIT_CONFIG:
+            # Its copy goes on; if that was not complete, the workers fail, and the job ends for that reason.
+            log.warning(
+                "%s ended with exit code %d and is not started again (--max-restarts)", child.name, code
+            )
             return
         self._other_code = self._other_code or code
         if self._stage is LaunchStage.DRAINING:

@@ -261,6 +261,7 @@ class Remote:
         placement: which host has which process.
         python: the interpreter on the hosts.
         env: variables for all processes, of ``--env``.
+        replicas: how many copies of servers each server's process has memory for.
     """
 
     launcher: str
@@ -268,6 +269,7 @@ class Remote:
     placement: Placement
     python: str
     env: Mapping[str, str]
+    replicas: int = 0
 
     def own_address(self) -> str:
         """Return the address of this machine that the last host sees.
@@ -313,7 +315,7 @@ class Remote:
             here(),
             keys=keys,
             has_report=role == "worker",
-            servers=self.placement.count_on(host, "server") if role == "server" else 0,
+            servers=self.placement.count_on(host, "server") * (1 + self.replicas) if role == "server" else 0,
             processes=self.placement.count_on(host, "server", "worker"),
         )
         agent = agent_command(self.python, config.text("PYTHONPATH"))

@@ -74,6 +74,11 @@ def text(parsed: argparse.Namespace, command: Sequence[str]) -> str:
     Raises:
         ConfigError: for a flag that is missing, malformed, or without a meaning there.
     """
+    if parsed.replicas not in (None, "0"):
+        raise ConfigError(
+            "--replicas has no meaning with --dry-run: add it to the kvps-scheduler of the manifest or the "
+            "kvps-launch of the script"
+        )
     if parsed.dry_run == SLURM:
         return sbatch.script(_batch_job(parsed, command))
     if parsed.nodes is not None:

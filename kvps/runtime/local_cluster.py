@@ -20,12 +20,14 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import HashStore, Store
 
 from kvps import annexes, config
-from kvps.core.effects import Core, Exit
+from kvps.core.effects import Core, Exit, Finish
+from kvps.core.membership_client import SEATED
+from kvps.core.scheduler.job import Suspect
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.server.server import Server
 from kvps.errors import ConfigError, KvpsError, Timeout, WorkerLost
 from kvps.net import descriptors
-from kvps.net.driver import Inbox, Lens, drive
+from kvps.net.driver import Inbox, Lens, Listener, drive
 from kvps.net.memory import share_bytes
 from kvps.net.transport import Transport
 from kvps.net.zap import Keys, keys_can_be
@@ -37,6 +39,7 @@ from kvps.runtime.key_files import KeyMemory, Section, generate, of
 from kvps.runtime.member_process import own_identity
 from kvps.runtime.open_stores import OpenStores
 from kvps.runtime.scheduler_process import THIS_PROCESS
+from kvps.runtime.suspicion import look_into
 from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.transport import open_transport
 from kvps.runtime.worker_session import WorkerSession, worker_session
@@ -57,6 +60,7 @@ class LocalCluster:
         servers: number of servers, 1 or more.
         most_workers: once ``workers`` threads have joined, others may be added, and come and go, until there
             are so many; 0 if none may.
+        replicas: number of copies of each server, 0 or 1.
 
     Example:
         >>> import kvps, torch
@@ -69,13 +73,15 @@ class LocalCluster:
         [3.0, 3.0]
     """
 
-    def __init__(self, workers: int = 1, servers: int = 1, most_workers: int = 0) -> None:
+    def __init__(self, workers: int = 1, servers: int = 1, most_workers: int = 0, replicas: int = 0) -> None:
         for name, given in (("workers", workers), ("servers", servers)):
             if type(given) is not int or given < 1:
                 raise ConfigError(f"{name}={given!r}: use a whole number, 1 or more")
+        Settings(workers, servers, replicas=replicas)  # which refuses impossible copies
         self.workers = workers
         self.servers = servers
         self.most_workers = most_workers
+        self.replicas = replicas
         self.scheduler = ""
         """The address of the scheduler, inside the ``with`` block."""
         self._workers: list[ThreadPoolExecutor] = []
@@ -135,7 +141,7 @@ class LocalCluster:
         descriptors.demand(
             f"a cluster of {sizes[0]} workers and {sizes[1]} servers in one process",
             descriptors.of_scheduler(*sizes)
-            + self.servers * descriptors.of_server(*sizes)
+            + self.servers * (1 + self.replicas) * descriptors.of_server(*sizes)
             + sizes[0] * descriptors.of_worker(*sizes)
             + descriptors.SPARE,
         )
@@ -152,6 +158,7 @@ class LocalCluster:
             has_keys=bool(self.keys),
             limits=limits,
             most_workers=self.most_workers,
+            replicas=self.replicas,
         )
         transport = ZmqTransport(
             "tcp://127.0.0.1:0",
@@ -165,12 +172,18 @@ class LocalCluster:
         now = time.monotonic()
         self._drive("scheduler", Scheduler(settings, secrets.token_bytes(16), now, THIS_PROCESS), transport)
         for rank in range(self.servers):
-            keys = self._keys_of("server")
-            opened, memory, endpoint = open_transport("tcp://127.0.0.1:0", keys)
-            own = own_identity(Role.SERVER, self.scheduler, keys)
-            identity = replace(own, rank=rank, endpoint=endpoint)
-            core = Server(identity, now, share_bytes(self.servers), memory, limits=limits)
-            self._drive(f"server {rank}", core, opened)
+            self._start_server(rank)
+
+    def _start_server(self, rank: int, *, standby: bool = False) -> None:
+        """Start a server, or a standby that lies beside it: with copies, each rank counts as a host."""
+        keys = self._keys_of("server")
+        opened, memory, endpoint = open_transport("tcp://127.0.0.1:0", keys)
+        own = own_identity(Role.SERVER, self.scheduler, keys)
+        own = replace(own, host=f"{own.host}/{rank}") if self.replicas else own
+        identity = replace(own, rank=None if standby else rank, endpoint=endpoint, standby=standby)
+        limit = share_bytes(self.servers * (1 + self.replicas))
+        core = Server(identity, time.monotonic(), limit, memory, limits=config.limits())
+        self._drive(f"standby {rank}" if standby else f"server {rank}", core, opened)
 
     def _keys_of(self, role: str) -> Keys | None:
         return of(self._sections, role) if self._sections else None
@@ -310,6 +323,7 @@ class LocalCluster:
         if isinstance(core, Server):
             inbox.put(Server.start)
         timeline, lens = _lens(core, transport)
+        listener = _Listener(lambda: self._start_server(int(name.rpartition(" ")[2]), standby=True), inbox)
 
         role, _, rank = name.partition(" ")
         speaker = logs.Speaker(role, int(rank) if rank else None)
@@ -317,7 +331,7 @@ class LocalCluster:
         def run() -> None:
             logs.speak_in_thread_as(lambda: speaker)
             try:
-                drive(core, transport, inbox, lens=lens)
+                drive(core, transport, inbox, listener, lens=lens)
                 if timeline is not None:
                     timeline.close()
             except Exception:  # nobody joins this thread for its result: the log must have it
@@ -329,6 +343,19 @@ class LocalCluster:
         self._threads.append(thread)
         self._stops.append(lambda: inbox.put(lambda core, now: core.outbox.append(Exit(0, "stopped"))))
         thread.start()
+
+
+class _Listener(Listener):
+    """In a cluster with copies: begins a standby where a server has got its seat, and looks into suspects."""
+
+    def __init__(self, begin: Callable[[], None], inbox: Inbox[Any]) -> None:
+        self._begin, self._inbox = begin, inbox
+
+    def finish(self, effect: Finish) -> None:
+        if effect.ticket == SEATED:
+            threading.Thread(target=self._begin, daemon=True).start()
+        elif isinstance(effect.value, Suspect):
+            look_into(effect.value, self._inbox)
 
 
 def _lens(core: Core, transport: Transport) -> tuple[Any, Lens]:

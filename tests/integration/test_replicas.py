@@ -1,0 +1,148 @@
+"""Servers that are killed in a job with copies: no call fails, nothing is repeated, and the bits are those of a run
+without a loss."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvps
+from tests.integration.processes import Processes, until
+
+SCRIPT = """
+import hashlib, os, sys, time
+import torch
+import kvps
+kv = kvps.create("dist_sync", timeout=60, bigarray_bound=1000)
+rank, folder = kv.rank, sys.argv[1]
+names, sizes = [f"w{at}" for at in range(6)], [10, 1000, 33333, 200000, 7, 4096]
+generator = torch.Generator().manual_seed(7 + rank)
+weights = [torch.zeros(size) for size in sizes]
+
+def moment(name, late):
+    # One rank is late, so that the other stands in the middle of the call that follows.
+    print("moment", name, flush=True)
+    while rank == late and not os.path.exists(f"{folder}/{name}"):
+        time.sleep(0.01)
+
+def train(steps):
+    for _ in range(steps):
+        gradients = [torch.randn(size, generator=generator) for size in sizes]
+        kv.pushpull(names, gradients, out=weights)
+
+moment("init", 0)
+kv.init(names, [torch.arange(size, dtype=torch.float32) / size for size in sizes])
+train(1)
+moment("optimizer", 0)
+kv.set_optimizer("adam", learning_rate=0.1)
+train(5)
+moment("round", 1)
+train(5)
+moment("barrier", 1)
+kv.barrier()
+train(5)
+moment("last", 0)
+train(5)
+print("weights", hashlib.sha256(b"".join(each.numpy().tobytes() for each in weights)).hexdigest(), flush=True)
+"""
+FLAGS = ("-n", 2, "-s", 2, "--replicas", 1, "--log-level", "info")
+MOMENTS = ("init", "optimizer", "round", "barrier", "last")
+
+
+def weights_of(processes: Processes, kills: tuple[str, ...], name: str) -> list[str]:
+    """Run the script, kill a server's process at each of these moments, and return both ranks' weights."""
+    folder: Path = processes.folder / name
+    folder.mkdir()
+    script = processes.script(SCRIPT)
+    launch = processes.kvps("launch", *FLAGS, "--max-restarts", 9, "--", sys.executable, script, folder)
+    killed = 0
+    for moment in MOMENTS:
+        until(lambda moment=moment: launch.out.count(f"moment {moment}") == 2, f"moment {moment}", 60.0)
+        if moment in kills:
+            due = 2 + 2 * killed
+            until(
+                lambda due=due: launch.err.count("is level: 2 of 2 copies") >= due, "two level copies", 60.0
+            )
+            os.kill(processes.pids(rf"kvps\.cli\.server.*--rank {killed % 2}")[-1], signal.SIGKILL)
+            killed += 1
+            launch.expect(rf"(?s)(goes on in its place.*){{{killed}}}")
+        (folder / moment).touch()
+    assert launch.wait(60.0) == 0, launch
+    assert launch.err.count("starting it again") == killed, launch
+    return re.findall(r"weights (\w+)", launch.out)
+
+
+@pytest.mark.spec("R524", "R526")
+@pytest.mark.parametrize(
+    "kills",
+    [
+        ("round",),
+        pytest.param(("init", "optimizer", "round", "barrier", "last"), marks=pytest.mark.thorough),
+    ],
+    ids=["in the middle of a round", "one after another at each moment"],
+)
+def test_weights_are_those_of_a_run_without_a_loss(processes: Processes, kills: tuple[str, ...]) -> None:
+    ends = [*weights_of(processes, (), "whole"), *weights_of(processes, kills, "killed")]
+    assert len(ends) == 4, ends
+    assert len(set(ends)) == 1, "the loss has changed the weights"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_job_goes_on_without_a_server_that_is_not_started_again(processes: Processes, number: int) -> None:
+    folder = processes.folder
+    launch = processes.kvps("launch", *FLAGS, "--", sys.executable, processes.script(SCRIPT), folder)
+    until(lambda: launch.err.count("is level: 2 of 2 copies") >= 2, "two level copies", 60.0)
+    os.kill(processes.pids(r"kvps\.cli\.server.*--rank 0")[-1], number)
+    launch.expect("server 0 .*goes on in its place")
+    for moment in MOMENTS:
+        (folder / moment).touch()
+    assert launch.wait(60.0) == 0, launch
+    said = "server 0 ended with exit code 137 and is not started again" in launch.err
+    assert said == (number == signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (
+            ("-s", 1, "--replicas", 1),
+            "--replicas 1 with 1 servers: a copy has to lie in another server's process",
+        ),
+        (("-s", 2, "--replicas", 2), "--replicas=2: a server has 0 or 1 copies"),
+        (("-s", 2, "--replicas", -1), "a server has 0 or 1 copies"),
+    ],
+)
+def test_impossible_copies_are_refused(processes: Processes, flags: tuple[object, ...], why: str) -> None:
+    launch = processes.kvps("launch", "-n", 1, *flags, "--", "true")
+    assert launch.wait() == 78
+    assert why in launch.err
+    scheduler = processes.kvps("scheduler", "--workers", 1, "--servers", *flags[1:])
+    assert scheduler.wait() == 78
+    assert "a server has 0 or 1 copies" in scheduler.err or "a copy has to lie in another" in scheduler.err
+
+
+def test_a_cluster_in_one_process_has_copies() -> None:
+    with pytest.raises(kvps.ConfigError, match="--replicas 1 with --servers 1"):
+        kvps.LocalCluster(workers=1, servers=1, replicas=1)
+
+    import torch
+
+    with kvps.LocalCluster(workers=2, servers=2, replicas=1) as cluster:
+
+        def work(rank: int) -> float:
+            store = kvps.create("dist_sync")
+            store.init("w", torch.zeros(5))
+            return float(store.pushpull("w", torch.full((5,), rank + 1.0))[0])
+
+        assert cluster.run(work) == [3.0, 3.0]
+
+
+def test_a_manifest_is_written_without_copies(processes: Processes) -> None:
+    launch = processes.kvps("launch", *FLAGS, "--dry-run=k8s", "--image", "x", "--", "true")
+    assert launch.wait() == 78
+    assert "--replicas has no meaning with --dry-run: add it to the kvps-scheduler" in launch.err
