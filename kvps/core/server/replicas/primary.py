@@ -364,6 +364,8 @@ class Replicator:
             self._sent_layouts = {
                 number: sent for number, sent in self._sent_layouts.items() if sent[0] != name
             }
+        if self._member.seat.most:
+            self.reason = "the workers of the job come and go"  # who has entered is not copied
         for name, store in stores.items():
             if name not in self._stores:
                 self._stores[name] = store

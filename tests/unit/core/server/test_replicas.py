@@ -44,8 +44,8 @@ class Stage(ServerStage):
 class Pair:
     """A primary, and its standby once it is named."""
 
-    def __init__(self) -> None:
-        self.primary = Stage(2, welcome={"replicas": 1})
+    def __init__(self, most: int = 0) -> None:
+        self.primary = Stage(2, most=most, welcome={"replicas": 1})
         self.standby = Stage(
             2, welcome={"replicas": 1, "follows": True}, life=LIFE, standby=LIFE, greeted=False
         )
@@ -258,6 +258,18 @@ def test_a_store_that_cannot_be_copied_keeps_the_copy_from_being_level(
     again.incarnation = LIFE + 1
     pair.primary.hear(b"q", again.packet(p.Follow()))
     assert not any(isinstance(packet.message, p.CopyLevel) for packet in pair.primary.sent)
+
+
+@pytest.mark.spec("R501")
+def test_a_job_whose_workers_come_and_go_is_not_copied() -> None:
+    pair = Pair(most=3)
+    pair.name()
+    pair.ask()
+    pair.pump()
+    pair.primary.now += 2
+    pair.primary.take(pair.primary.server.on_timer(pair.primary.now))
+    assert pair.primary.standings[-1].reason == "the workers of the job come and go"
+    assert not any(standing.level for standing in pair.standby.standings)
 
 
 @pytest.mark.spec("R501")
