@@ -390,8 +390,8 @@ class Control:
             return
         for chunk in self._chunks.of_store(store.name) if store.opened.mode == "ssp" else ():
             for span in chunk.spans:
-                if isinstance(span, FreeSpan):
-                    span.level()
+                assert isinstance(span, FreeSpan)
+                span.level()
         self._look_at(store, is_all=True)
         self._context.retry()
 
