@@ -62,7 +62,7 @@ from kvps.net.zeromq import ZmqTransport
 from kvps.observe import logs
 from kvps.protocol.envelope import Role
 from kvps.protocol.membership import Welcome
-from kvps.runtime.key_files import SESSION, KeyMemory, Section
+from kvps.runtime.key_files import SESSION, KeyMemory, Section, reader_keys
 from kvps.runtime.member_process import on_stop, own_host, own_identity, report
 
 NAME = "kvps-worker"
@@ -101,7 +101,10 @@ def main(argv: Sequence[str]) -> int:
     keys = flags.keys_of(parsed, "worker")
     command_key = None if keys is None else new_pair()
     reaper = Reaper()
-    with _offer(scheduler, join_max_s) as master, _lent(keys, command_key) as lent:
+    with (
+        _offer(scheduler, join_max_s) as master,
+        _lent(keys, command_key, parsed.keys or config.keys_path()) as lent,
+    ):
         identity = replace(
             own_identity(Role.WORKER, scheduler, keys),
             rank=rank,
@@ -149,13 +152,16 @@ def _offer(scheduler: str, join_max_s: float) -> Iterator[str]:
 
 
 @contextmanager
-def _lent(keys: Keys | None, command_key: KeyPair | None) -> Iterator[dict[str, str]]:
-    """Yield the variables by which COMMAND finds the key of its session, as long as this process lives."""
+def _lent(keys: Keys | None, command_key: KeyPair | None, path: str | None) -> Iterator[dict[str, str]]:
+    """Yield the variables by which COMMAND finds the key of its session, as long as this process lives.
+
+    The key of readers is there, too, if it is at ``path``: a command may subscribe.
+    """
     if keys is None or command_key is None:
         yield {}
         return
     scheduler = [Section("scheduler", public) for public in keys.scheduler]
-    with closing(KeyMemory([Section(SESSION, *command_key), *scheduler])) as memory:
+    with closing(KeyMemory([Section(SESSION, *command_key), *scheduler, *reader_keys(path)])) as memory:
         yield {"KVPS_KEYS": memory.path}
 
 

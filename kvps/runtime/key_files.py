@@ -114,6 +114,21 @@ def _found(path: str, role: str) -> list[Section]:
     return _read(own) + [each.public_half for path in public for each in _read(path, is_public=True)]
 
 
+def reader_keys(path: str | None) -> list[Section]:
+    """Return the keys of readers that are there, for a command that also has a key of its own: none or one.
+
+    Args:
+        path: as for :func:`load`; None for no keys.
+
+    Raises:
+        ConfigError: as :func:`load`.
+    """
+    place = Path(path or "")
+    file = place / f"{READER}.key" if place.is_dir() else place
+    found = _read(file) if path and file.exists() else []
+    return [section for section in found if section.role == READER and section.secret]
+
+
 def load_if_any(path: str | None, role: str) -> Keys | None:
     """Return the keys of a process; None where none were given.
 

@@ -9,7 +9,17 @@ import pytest
 from kvps.core.key_roles import ROLES, RoleKey
 from kvps.errors import ConfigError
 from kvps.runtime import key_files as files
-from kvps.runtime.key_files import PUBLIC, SESSION, KeyMemory, Section, generate, load, of, parse
+from kvps.runtime.key_files import (
+    PUBLIC,
+    SESSION,
+    KeyMemory,
+    Section,
+    generate,
+    load,
+    of,
+    parse,
+    reader_keys,
+)
 from tests.vectors.packets import KEY
 
 
@@ -48,6 +58,17 @@ def test_each_role_gets_what_it_needs(folder: Path) -> None:
         assert one.session.public != load(str(folder), role).session.public, "made anew each time"
         assert not one.is_enrolled
     assert section(folder, "worker").secret not in repr(load(str(folder), "worker"))
+
+
+def test_command_of_a_worker_gets_the_key_of_readers_if_it_is_there(folder: Path) -> None:
+    (found,) = reader_keys(str(folder))
+    assert found.pair == section(folder, "reader").pair
+    (folder / "reader.key").unlink()
+    assert reader_keys(str(folder)) == reader_keys(None) == []
+    memory = KeyMemory(generate())
+    (found,) = reader_keys(memory.path)
+    assert found.role == "reader"
+    memory.close()
 
 
 def test_look_falls_back_to_the_key_of_admin(folder: Path) -> None:
