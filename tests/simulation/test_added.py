@@ -79,6 +79,59 @@ def test_workers_come_and_go_and_each_push_counts_once(seed: int) -> None:
         assert error is None or (number >= workers and is_refusal(error)), error
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_added_workers_and_the_scheduler_may_be_killed_at_any_time(seed: int) -> None:
+    dice = random.Random(seed)
+    mode = dice.choice(["sync", "sync", "async", "ssp"])
+    kv = Store(
+        mode=mode,
+        staleness=3 if mode == "ssp" else 0,
+        on_worker_lost="shrink",
+        bigarray_bound=dice.choice([1, 64]),
+    )
+    sizes, way = {"k0": 40, "k1": 16}, dice.choice(["pushpull", "push, pull"])
+    steps = [dice.randint(20, 40) for _ in range(WORKERS_MAX)]
+
+    def script(number: int) -> Script:
+        return come_and_go(kv, number, steps[number], sizes, way)
+
+    cluster = Cluster(2, 2, script, seed, faults_of(dice), most_workers=5)
+    killed: set[int] = set()
+
+    def kill(number: int) -> None:
+        client = cluster.clients.get(number)
+        if client is not None and client.done_at is None and client.process.alive:
+            killed.add(number)
+            cluster.kill(number)
+
+    def restart() -> None:
+        if cluster.scheduler.alive and not cluster.is_over:
+            cluster.network.kill(cluster.scheduler)
+            cluster.start_scheduler()
+
+    for number in range(2, WORKERS_MAX):
+        at = dice.random() * 2.0
+        come(cluster, at)
+        if dice.random() < 0.5:
+            cluster.network.at(at + dice.random() * 1.5, lambda number=number: kill(number))  # type: ignore[misc]
+    if dice.random() < 0.5:
+        cluster.network.at(0.5 + dice.random() * 2.0, restart)
+    cluster.coming = WORKERS_MAX - 2
+    cluster.network.run(
+        lambda: (
+            not cluster.coming
+            and all(
+                number in killed or client.done_at is not None or client.core.member.end is not None
+                for number, client in cluster.clients.items()
+            )
+        ),
+        3_000,
+    )
+    for number, client in cluster.clients.items():
+        error = client.error or (client.done_at is None and client.core.member.end) or None
+        assert number in killed or error is None or (number >= 2 and is_refusal(error)), error
+
+
 def come(cluster: Cluster, at: float) -> None:
     """Add a worker at a time, or as soon as the job has formed."""
 

@@ -144,7 +144,8 @@ class RequestContext:
         """Count an added worker in a store from now on: rounds that are open wait for it, and its clock
         starts at that of the slowest live rank."""
         rank = session.rank
-        if self.member.quorum().added.get(rank) != session.incarnation:
+        is_added = self.member.quorum().added.get(rank) == session.incarnation
+        if not is_added or store.entered.get(rank) == session.incarnation:
             return
         store.entered[rank] = session.incarnation
         self._quorums.pop(store.name, None)

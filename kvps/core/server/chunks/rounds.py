@@ -401,10 +401,11 @@ class FreeSpan(Span):
             self.head_start[rank] = max(0, min(others) - own)
 
     def admit(self, rank: int, live: frozenset[int]) -> None:
-        """Let the clock of ``rank``, which was added, start at the slowest live rank's: all begin there."""
+        """Let a worker that was added as ``rank`` begin: its pushes are counted from 0, and its clock starts
+        at the slowest live rank's, as all clocks do."""
+        self.pushed.pop(rank, None)  # the last one may have ended between two parts of a push
         least = min([self._clock(other) for other in live - {rank} if self.pushed.get(other)], default=0)
         self.clock_from = {other: self.clock_from.get(other, 0) + least for other in self.pushed}
-        self.clock_from[rank] = self.pushed.get(rank, 0)
         self.head_start.pop(rank, None)
 
     def level(self) -> None:

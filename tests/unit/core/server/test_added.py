@@ -119,6 +119,19 @@ def test_clocks_begin_at_the_slowest() -> None:
     assert pulled(stage.push(1, "w", [1.0], 5)) == {71: [15.0]}
 
 
+@pytest.mark.spec("R576")
+def test_without_rounds_pushes_of_an_added_worker_are_counted_anew() -> None:
+    stage = staged("async", policy="shrink")
+    stage.push(1, "w", [1.0], 0)
+    stage.show(w1="left")
+    add(stage, 1, 50)
+    enter(stage, 1)
+    for _ in range(2):
+        stage.push(1, "w", [1.0], 0)
+        enter(stage, 1)
+    assert stage.values("w") == [2.0]
+
+
 @pytest.mark.spec("R572")
 def test_store_ends_without_an_added_worker_that_has_not_entered() -> None:
     stage = staged()
