@@ -333,10 +333,18 @@ def _cross(
 ) -> None:
     """Copy rows "up" to tensors of devices, or tensors "down" to their rows; note the stream of each device.
 
-    A large tensor is copied as soon as it is met: the bus is busy with it while others are sorted.
+    Large tensors go first, in one call of torch: the bus is busy with them while others are sorted.
     """
     is_up = use == "up"
+    large: list[Pair] = []
     small: dict[torch.device, list[Pair]] = {}
+
+    def each(pairs: Sequence[Pair]) -> None:
+        if pairs:
+            tensors, rows = [tensor for tensor, _ in pairs], [row for _, row in pairs]
+            into, out_of = (tensors, rows) if is_up else (rows, tensors)
+            torch._foreach_copy_(into, out_of, non_blocking=True)
+
     with ExitStack() as current:
         for pair in pairs:
             tensor, row = pair
@@ -348,17 +356,16 @@ def _cross(
                 else:
                     streams[device].wait_stream(torch.accelerator.current_stream(device))
                 current.enter_context(on(streams[device]))
-            if row.nbytes <= SMALL_BYTES:
-                small[device].append(pair)
-            else:
-                (tensor if is_up else row).copy_(row if is_up else tensor, non_blocking=True)
-        for piece in [piece for rest in small.values() for piece in _pieces(rest)]:
+            (small[device] if row.nbytes <= SMALL_BYTES else large).append(pair)
+        each(large)
+        rest: list[Pair] = []
+        for piece in [piece for pairs_ in small.values() for piece in _pieces(pairs_)]:
             if len(piece.rows) > 1:
                 with suppress(torch.OutOfMemoryError):  # then each by itself
                     (piece.scatter if is_up else piece.gather)()
                     continue
-            for tensor, row in zip(piece.tensors, piece.rows, strict=True):
-                (tensor if is_up else row).copy_(row if is_up else tensor, non_blocking=True)
+            rest += zip(piece.tensors, piece.rows, strict=True)
+        each(rest)
 
 
 @dataclass(slots=True)
