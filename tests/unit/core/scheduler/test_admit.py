@@ -4,10 +4,11 @@ import pytest
 
 from kvps.core.effects import Note, Send
 from kvps.core.limits import Limits
-from kvps.core.scheduler.scheduler import REFUSALS_TOLD_MAX
+from kvps.core.scheduler.scheduler import REFUSALS_TOLD_MAX, WHERES_PER_LOOK
 from kvps.errors import Fenced, KvpsError, Mismatch, ProtocolError
 from kvps.protocol.envelope import Envelope, Message, Role
 from kvps.protocol.membership import Beat, Evict, Hello, Leave, Look, Ping, Rendezvous, Seen
+from kvps.protocol.publications import ServersAre, Where
 from tests.support.scheduler_harness import JOB, Stage, notes, sent
 
 NOBODY = bytes(16)
@@ -77,6 +78,23 @@ def test_looks_are_answered_so_many_times_a_second() -> None:
     assert answers == [True] * 3 + [False]
     one.now += 1.0
     assert sent(one.say("x", Look(), envelope=envelope(NOBODY, 0, 0)), Seen)
+
+
+@pytest.mark.spec("R242", "R551")
+def test_readers_are_told_where_the_servers_are_and_of_which_job() -> None:
+    one = stage(Limits(looks=1))
+    one.peers["x"] = one.peers["w0"]
+    said = Envelope(NOBODY, 0, Role.READER, 7, 2**40, 9)
+    answers = []
+    for _ in range(WHERES_PER_LOOK + 1):
+        effects = one.say("x", Where(), envelope=said)
+        answers += sent(effects, ServersAre)
+        assert {each.packet.envelope.job for each in effects if isinstance(each, Send)} <= {JOB}
+    assert len(answers) == WHERES_PER_LOOK
+    assert [(member.role, member.rank, member.state) for member in answers[0].members] == [
+        (Role.SERVER, 0, "held")
+    ]
+    assert (answers[0].seq, answers[0].keys) == (9, ())
 
 
 def test_the_log_tells_of_some_that_were_refused() -> None:
