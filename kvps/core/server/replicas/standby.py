@@ -128,7 +128,9 @@ class Follower:
     def _take(self, message: Message, payload: Sequence[memoryview]) -> None:
         match message:
             case p.CopyBegin():
-                pass
+                if self.is_level:
+                    self.is_level = False
+                    self._member.stand()
             case p.CopyStores():
                 self._keep(message)
             case p.Open():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvps import protocol as p
-from kvps.core.effects import Connect, Effect, Exit, Send
+from kvps.core.effects import Connect, Effect, Exit, Note, Send
 from kvps.core.server.replicas import primary
 from kvps.core.server.replicas.primary import AGAIN_S, DISMISS_S
 from kvps.errors import ProtocolError
@@ -345,3 +345,44 @@ def test_a_replacement_is_told_that_it_owes_what_only_the_primary_has() -> None:
     assert heard(pair.do(0, of(0, push(piece, 1, pull=False)), torch.tensor([2.0, 0.0, 0.0])), p.Ack)
     said = pair.do(0, p.Pull(piece.chunk, False, (p.Ask(piece.start, piece.size, 0, 0),)))
     assert [pulled.runs[0].owed for pulled in heard(said, p.Pulled)] == [2]
+
+
+@pytest.mark.spec("R493")
+def test_a_server_whose_stores_are_replaced_begins_another_copy() -> None:
+    pair, piece = trained()
+    pair.level()
+    for rank in range(2):
+        pair.do(rank, of(rank, push(piece, 1)), torch.tensor([2.0, 0.0, 0.0]))
+    server = pair.primary.server
+    server._reset({})
+    pair.said.clear()
+    pair.primary.take(server._flush())
+    pair.pump()
+    assert not heard(pair.said, p.Pulled), "what was to be answered is void"
+    assert [standing.level for standing in pair.standby.standings[-2:]] == [False, True]
+    assert not pair.standby.server.context.stores
+    assert pair.standby.standings[-1].level
+
+
+@pytest.mark.spec("R494")
+def test_nobody_but_the_standby_is_heard_and_states_are_copied() -> None:
+    pair, piece = trained()
+    pair.level()
+    replicator = pair.primary.server._replicator
+    assert replicator is not None
+    replicator.follow(b"x", LIFE + 9, 0.0)
+    replicator.hear(b"x", LIFE + 9, 1, 0.0)
+    replicator.append(Note("info", "said at once"))
+    state = torch.tensor([4.0, 5.0, 6.0])
+    (chunk,) = pair.primary.server.context.chunks.by_number.values()
+    assert chunk.state is not None
+    fields = tuple([p.Field(name, 1, 3) for name in chunk.state])
+    pair.do(0, p.SetState(piece.chunk, piece.start, piece.size, 7, fields), *[state] * len(fields))
+    pair.pump()
+    (copy,) = pair.standby.server.context.chunks.by_number.values()
+    assert copy.state is not None
+    assert all(row[:3].tolist() == [4.0, 5.0, 6.0] for row in copy.state.values())
+    assert copy.spans[0].step == 7
+    replicator.note_all(values=True)
+    pair.primary.take(pair.primary.server._flush())
+    assert any(isinstance(packet.message, p.CopyValues) for packet in pair.primary.sent)

@@ -1,0 +1,76 @@
+"""Jobs whose servers have standbys, as the worker's rules see them; tests/simulation has every moment of them."""
+
+import pytest
+import torch
+
+from kvps import protocol as p
+from kvps.core.server import options
+from kvps.core.worker.connection import Request
+from kvps.core.worker.kept_pushes import KeptPushes
+from kvps.errors import ServerLost
+from tests.simulation.cluster import Cluster
+from tests.simulation.test_replicas import BEGIN_S, COPIED, job_of, lose_primary, train
+from tests.simulation.training import ON_TIME, play_with
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "CHUNK_BYTES_MIN", 1)
+
+
+@pytest.mark.spec("R499", "R500")
+@pytest.mark.parametrize("after_s", [0.002, 0.012, 0.02, 0.028, 0.036, 0.05, 0.07, 0.1])
+def test_no_push_is_lost_with_a_server(after_s: float) -> None:
+    def prepare(cluster: Cluster) -> None:
+        cluster.network.at(BEGIN_S + after_s, lambda: lose_primary(cluster))
+
+    play_with(job_of(has_optimizer=True), lambda *_: ON_TIME, COPIED, prepare)
+
+
+@pytest.mark.spec("R500")
+def test_a_server_without_a_level_standby_is_lost_as_ever() -> None:
+    job = job_of()
+    cluster = Cluster(2, 2, lambda rank: train(job, rank), 0, job.faults, replicas=1)
+
+    def lose() -> None:
+        for process in cluster.holders(0):
+            if process is not None:
+                cluster.network.kill(process)
+        cluster.network.at(cluster.network.now + 3, lambda: cluster.start_server(0))
+
+    cluster.network.at(BEGIN_S + 0.03, lose)
+    cluster.run(400)
+    for client in cluster.clients.values():
+        with pytest.raises(ServerLost, match="lost"):
+            raise client.error or AssertionError("it ended well")
+
+
+def sent(message: p.Push | p.PushRows | p.PushTables | p.Open) -> Request:
+    """Return a request without a call, as those that are sent again."""
+    request = Request(0, message)
+    request.payload = (torch.tensor([1.0, 2.0]),)
+    return request
+
+
+@pytest.mark.spec("R499")
+def test_pushes_are_kept_until_their_version_is_shown() -> None:
+    kept = KeptPushes({})
+    dense = p.Push(3, 1, (0,), 1.0, False, (p.Run(0, 2, 4),))
+    later = p.Push(3, 1, (0,), 1.0, False, (p.Run(0, 2, 5),))
+    rows = p.PushRows("kv", "r", 1, (0,), 4, 2, 1)
+    tables = p.PushTables((0,), (), (p.TablePart(7, 4, 1),))
+    for message in (later, dense, rows, tables, p.Open("kv", "sync", 0, False, "wait", 9)):
+        kept.acknowledged(sent(message), 4)
+    kept.told(0, p.Pulled(1, 3, 1, True, (p.Stand(0, 1, 6, 6), p.Stand(1, 1, 4, 6))))
+    found = list(kept.take(0))
+    assert [request.message for request in found] == [dense, later, rows, tables]
+    assert all(request.owner is None for request in found)
+    for request in found:
+        kept.acknowledged(request, 5)
+    assert [request.message for request in kept.take(0)] == [later]
+    kept.acknowledged(sent(later), 5)
+    kept.told(0, p.Pulled(1, 3, 1, True, (p.Stand(0, 2, 6, 6),)))
+    assert not list(kept.take(0))
+    kept.acknowledged(sent(later), 5)
+    kept.clear()
+    assert not list(kept.take(0))
