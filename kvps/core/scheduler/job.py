@@ -274,9 +274,16 @@ class Job:
 
     def hear_of_copy(self, seat: Seat, standing: Standing, now: float) -> None:
         """A standby says how its copy stands, or a server that it cannot go on with its standby."""
-        if not self.standbys.hear(seat, standing):
+        before, rank = seat.standing.reason, seat.node.rank
+        has_changed = self.standbys.hear(seat, standing)
+        if seat.node.role is Role.SERVER and not standing.dismiss and standing.reason not in ("", before):
+            self.note(
+                "warning",
+                f"no standby can take the place of server {rank}: {standing.reason}; a loss of server {rank} "
+                "ends as without --replicas",
+            )
+        if not has_changed:
             return
-        rank = seat.node.rank
         if seat.node.role is Role.STANDBY:
             how = "is level: 2 of 2 copies" if seat.is_level else "is not level any more: 1 of 2 copies"
             self.note("info", f"the standby of server {rank} ({seat.host}:{seat.pid}) {how}")

@@ -215,10 +215,15 @@ class Standbys:
         standby = self.seats.by_node[Node(Role.STANDBY, server.node.rank)]
         why = "it had no standby"
         if standby.state is State.HELD:
-            reason = f" ({standby.standing.reason})" if standby.standing.reason else ""
-            why = f"its standby had copied {standby.standing.copied} %{reason}"
+            why = f"its standby had copied {standby.standing.copied} %"
+        if reason := self.why_not_level(standby):
+            why += f" ({reason})"
         server.reason = shortened(f"{server.reason}; {why}")
         return why
+
+    def why_not_level(self, standby: Seat) -> str:
+        """Return why a copy cannot become level, as the standby or else its server says; empty if it can."""
+        return "" if standby.is_level else standby.standing.reason or self.server_of(standby).standing.reason
 
     def server_of(self, standby: Seat) -> Seat:
         """Return the server that a standby follows."""

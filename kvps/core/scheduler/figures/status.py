@@ -113,7 +113,7 @@ def copies(standbys: Standbys) -> tuple[Copy, ...]:
                 f"{seat.host}:{seat.pid}" if seat.state is State.HELD else "",
                 100 if seat.is_level else seat.standing.copied,
                 standbys.server_of(seat).standing.behind_bytes if seat.is_level else 0,
-                "" if seat.is_level else seat.standing.reason,
+                standbys.why_not_level(seat),
             )
             for seat in standbys.all()
         ]

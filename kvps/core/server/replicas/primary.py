@@ -170,7 +170,8 @@ class Replicator:
 
     def standing(self) -> p.Standing:
         """Return what the scheduler is told."""
-        return p.Standing(False, 0, self.behind_bytes, self.dismissed, self.reason)
+        silent = f"it has acknowledged nothing for {DISMISS_S:g} s" if self.dismissed else ""
+        return p.Standing(False, 0, self.behind_bytes, self.dismissed, self.reason or silent)
 
     def _dismiss(self) -> None:
         if self.dismissed != self._standby:
@@ -323,7 +324,11 @@ class Replicator:
         return bool(self._ranges or self._keys or self._layouts or self._is_set)
 
     def _pump(self) -> None:
-        """Send what has changed, as far as there is room."""
+        """Send what has changed, as far as there is room; nothing once a copy cannot become level."""
+        if self.reason:  # until another copy begins
+            if self.is_level:
+                self._dismiss()
+            return
         is_free = self.behind_bytes < WINDOW_BYTES
         if self._is_dirty and is_free:
             self._copy_settings()

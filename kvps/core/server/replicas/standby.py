@@ -187,12 +187,15 @@ class Follower:
                 chunks.free(chunk)
             return
         dtype = BY_ID[message.dtype].name
+        sizes = [stop - start for start, stop in zip(message.bounds, message.bounds[1:], strict=False)]
+        new = list(zip(message.names, sizes, strict=True))[len(chunk.keys) if chunk is not None else 0 :]
+        more = {dtype: sum([size for _, size in new])}
+        self._control.budget.demand_keys(message.store, [name for name, _ in new], more)
         if chunk is None:
             chunk = Chunk(message.chunk, message.store, dtype, message.capacity, chunks.memory)
             chunks.adopt(chunk)
-        sizes = [stop - start for start, stop in zip(message.bounds, message.bounds[1:], strict=False)]
         retired, _ = chunk.unused()
-        for name, size in list(zip(message.names, sizes, strict=True))[len(chunk.keys) :]:
+        for name, size in new:
             chunk.append(name, size)
             chunks.counts[message.store][dtype] += size
         by_start = dict(zip(message.bounds, sizes, strict=False))

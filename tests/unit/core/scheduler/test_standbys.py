@@ -403,6 +403,20 @@ def test_a_restarted_scheduler_knows_who_is_level() -> None:
     assert row(stage, Role.SERVER, 0).host == "host-s1"
 
 
+@pytest.mark.spec("R501", "R529")
+def test_why_a_store_is_not_copied_is_logged_once_and_shown() -> None:
+    stage = copied()
+    stage.say("s1b", Standing(level=False))
+    why = "store 'kv' has embedding tables"
+    logged = f"warning: no standby can take the place of server 0: {why}"
+    assert any(note.startswith(logged) for note in notes(stage.say("s0", Standing(reason=why))))
+    assert not notes(stage.say("s0", Standing(reason=why)))
+    assert stage.scheduler.seen(1, stage.now).copies[0].reason == why
+    stage.drop("s0")
+    stage.wait(1.1, ["s1", "w0", "s0b", "s1b"])
+    assert row(stage, Role.SERVER, 0).reason.endswith(f"its standby had copied 0 % ({why})")
+
+
 @pytest.mark.spec("R529")
 def test_status_shows_copies_and_promotions() -> None:
     stage = copied()

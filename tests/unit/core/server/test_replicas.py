@@ -226,6 +226,7 @@ def test_lost_packets_are_sent_again_and_a_silent_standby_is_dismissed() -> None
     one.now += DISMISS_S
     one.take(one.server.on_timer(one.now))
     assert one.standings[-1].dismiss == LIFE
+    assert one.standings[-1].reason == "it has acknowledged nothing for 3 s"
     one.take(one.server.on_timer(one.now + AGAIN_S))
     pair.pump()
     assert len(heard(pair.said, p.Pulled)) == 2
@@ -244,7 +245,7 @@ def test_lost_packets_are_sent_again_and_a_silent_standby_is_dismissed() -> None
 def test_a_store_that_cannot_be_copied_keeps_the_copy_from_being_level(
     options: dict[str, Any], why: str
 ) -> None:
-    pair, _ = trained()
+    pair, piece = trained()
     pair.level()
     said = pair.do(0, opening("sync", "other", **options))
     pair.pump()
@@ -258,6 +259,10 @@ def test_a_store_that_cannot_be_copied_keeps_the_copy_from_being_level(
     again.incarnation = LIFE + 1
     pair.primary.hear(b"q", again.packet(p.Follow()))
     assert not any(isinstance(packet.message, p.CopyLevel) for packet in pair.primary.sent)
+    pair.primary.sent.clear()
+    for rank in range(2):
+        pair.do(rank, of(rank, push(piece, 1)), torch.tensor([2.0, 0.0, 0.0]))
+    assert not pair.primary.sent, "bytes for a copy that never becomes level"
 
 
 @pytest.mark.spec("R501")
@@ -317,6 +322,17 @@ def test_a_copy_that_cannot_be_held_is_not_level() -> None:
     assert "server 0 has no chunk 99" in pair.standby.standings[-1].reason
     assert not pair.standby.standings[-1].level
     assert packet(p.Follow()).envelope.incarnation == LIFE
+
+
+def test_a_copy_beyond_the_memory_limit_of_the_standby_is_refused() -> None:
+    pair, _ = trained()
+    pair.standby.server.control.budget.limit_bytes = 8
+    pair.name()
+    pair.ask()
+    pair.pump()
+    assert "the copy cannot be held: no room for key 'w' of store 'kv'" in pair.standby.standings[-1].reason
+    assert not pair.standby.server.context.chunks.by_number
+    assert not any(standing.level for standing in pair.standby.standings)
 
 
 @pytest.mark.spec("R493")
