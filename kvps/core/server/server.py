@@ -639,7 +639,7 @@ class Server(Core):
         packet = self.member.packet(p.Error(envelope.seq, error.code, str(error)))
         if envelope.job != self.member.job:
             packet = packet._replace(envelope=packet.envelope._replace(job=bytes(16)))
-        self._outbox.append(Send(route, packet))
+        self.context.outbox.append(Send(route, packet))  # with standbys it may have to wait
 
     def check(self) -> None:
         """Assert the invariants of all that is held."""

@@ -132,7 +132,9 @@ class Replicator:
         if standby == self._standby:
             return
         self._standby, self._route, self.is_level, self.dismissed = standby, None, False, 0
+        why = "" if standby else self.reason  # which is said until another copy begins
         self._forget_copy()
+        self.reason = why
         self._fresh[:0] = [effect for _, effect in self._held]
         self._held.clear()
 

@@ -166,6 +166,19 @@ def test_answers_wait_for_the_standby_and_open_pushes_are_not_copied() -> None:
     assert pair.primary.span("w").pushed == {0: 3, 1: 2}
 
 
+@pytest.mark.spec("R496")
+def test_an_error_waits_for_the_standby_that_has_to_tell_the_other_ranks() -> None:
+    pair, _ = trained()
+    pair.level()
+    pair.primary.server.control.budget.limit_bytes = 8
+    said = pair.do(0, p.Declare("kv", True, 7, (p.Entry("big", 1, (99,), 0, 99),)))
+    assert not heard(said, p.Error), "a standby without the refusal lets rank 1 wait for rank 0"
+    pair.said.clear()
+    pair.pump()
+    assert heard(pair.said, p.Error)
+    assert pair.standby.server.context.stores["kv"].refusals.kept(9)
+
+
 @pytest.mark.spec("R498")
 def test_a_promoted_standby_goes_on_and_the_former_primary_is_not_heard() -> None:
     pair, piece = trained()
@@ -254,6 +267,9 @@ def test_a_store_that_cannot_be_copied_keeps_the_copy_from_being_level(
     assert pair.primary.standings[-1].dismiss == LIFE
     pair.name(0)
     assert heard(pair.said, p.Done)
+    pair.primary.now += 2
+    pair.primary.take(pair.primary.server.on_timer(pair.primary.now))
+    assert why in pair.primary.standings[-1].reason, "a loss is told with it"
     pair.name(LIFE + 1)
     again = pair.standby.server.member
     again.incarnation = LIFE + 1
