@@ -315,7 +315,7 @@ class Replicator:
             self._outbox += self._fresh
             self._fresh.clear()
             return
-        if self._fresh and not self._is_dirty:
+        if self._fresh and not self._is_dirty and not self.reason:
             self._held.extend([(self._number, effect) for effect in self._fresh])
             self._fresh.clear()
         while self._held and self._held[0][0] <= self._acknowledged:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
 from kvps import protocol as p
+from kvps.compression.spec import INT8, CodecSpec
 from kvps.core.effects import Connect, Effect, Exit, Note, Send
+from kvps.core.placement import home
+from kvps.core.server.participation import KEPT_S
 from kvps.core.server.replicas import primary
 from kvps.core.server.replicas.primary import AGAIN_S, DISMISS_S
+from kvps.core.server.snapshot.storage import Loaded, Read
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Message, Packet
 from tests.support.server_harness import Seat, ServerStage, heard, opening, optimizing
@@ -44,10 +48,10 @@ class Stage(ServerStage):
 class Pair:
     """A primary, and its standby once it is named."""
 
-    def __init__(self, most: int = 0) -> None:
-        self.primary = Stage(2, most=most, welcome={"replicas": 1})
+    def __init__(self, most: int = 0, servers: int = 1, every_s: float | None = None) -> None:
+        self.primary = Stage(2, servers, most=most, every_s=every_s, welcome={"replicas": 1})
         self.standby = Stage(
-            2, welcome={"replicas": 1, "follows": True}, life=LIFE, standby=LIFE, greeted=False
+            2, servers, welcome={"replicas": 1, "follows": True}, life=LIFE, standby=LIFE, greeted=False
         )
         self.said: list[Any] = []
         """What workers have heard, of the primary and of the standby."""
@@ -81,7 +85,8 @@ class Pair:
 
     def promote(self) -> list[Any]:
         self.standby.standby = 0
-        said = self.standby.show(servers=[Seat("held", LIFE)])
+        others = [Seat("held", 1 + rank) for rank in range(1, self.standby.servers)]
+        said = self.standby.show(servers=[Seat("held", LIFE), *others])
         for rank in range(2):
             said += self.standby.hello(rank)
         return said
@@ -385,6 +390,7 @@ def test_a_server_whose_stores_are_replaced_begins_another_copy() -> None:
     pair.level()
     for rank in range(2):
         pair.do(rank, of(rank, push(piece, 1)), torch.tensor([2.0, 0.0, 0.0]))
+    assert not pair.do(0, p.Rate("kv", 1, True, 0.5, 2)), "it waits, too"
     server = pair.primary.server
     server._reset({})
     pair.said.clear()
@@ -405,6 +411,8 @@ def test_nobody_but_the_standby_is_heard_and_states_are_copied() -> None:
     replicator.follow(b"x", LIFE + 9, 0.0)
     replicator.hear(b"x", LIFE + 9, 1, 0.0)
     replicator.append(Note("info", "said at once"))
+    envelope = pair.standby.server.member.envelope(1)
+    assert not pair.primary.hear(b"q", Packet(envelope, p.CopyLevel(), ())), "only a primary says that"
     state = torch.tensor([4.0, 5.0, 6.0])
     (chunk,) = pair.primary.server.context.chunks.by_number.values()
     assert chunk.state is not None
@@ -418,3 +426,261 @@ def test_nobody_but_the_standby_is_heard_and_states_are_copied() -> None:
     replicator.note_all(values=True)
     pair.primary.take(pair.primary.server._flush())
     assert any(isinstance(packet.message, p.CopyValues) for packet in pair.primary.sent)
+
+
+def alike(pair: Pair) -> bool:
+    """Return whether both ends of a copy have the same keys, at the same places."""
+    ends = []
+    for stage in (pair.primary, pair.standby):
+        context = stage.server.context
+        chunks = {
+            number: (chunk.keys, chunk.unused(), chunk.buffer.tensor[: chunk.used].tolist())
+            for number, chunk in context.chunks.by_number.items()
+        }
+        ends.append(({name: store.shards for name, store in context.stores.items()}, chunks))
+    counts = [+stage.server.context.chunks.counts["kv"] for stage in (pair.primary, pair.standby)]
+    return ends[0] == ends[1] and counts[0] == counts[1]
+
+
+LARGE = 9000
+"""Elements that have a chunk of their own: more than half of the smallest."""
+SMALL_CHUNKS = {"chunk_bytes": 64 << 10}
+
+
+def make(pair: Pair, values: torch.Tensor, call: int = 0) -> None:
+    """Give key ``w`` these values, and their shape; the standby may hear of it later."""
+    pair.said.clear()
+    pair.do(0, p.Declare("kv", True, call, (p.Entry("w", 1, (len(values),), 0, len(values)),)))
+    (piece,) = pair.primary.server.context.stores["kv"].shards["w"].pieces
+    pair.do(0, p.Load(piece.chunk, 1, (p.Run(piece.start, piece.size, call),)), values)
+
+
+def test_a_chunk_that_is_freed_is_freed_at_the_standby() -> None:
+    pair = Pair()
+    pair.primary.open(**SMALL_CHUNKS)
+    make(pair, torch.arange(1.0, LARGE))
+    pair.level()
+    (before,) = pair.standby.server.context.chunks.by_number
+    make(pair, torch.arange(2.0, LARGE), 1)
+    pair.pump()
+    assert before not in pair.standby.server.context.chunks.by_number
+    assert alike(pair)
+
+
+def test_keys_and_stores_that_end_before_there_is_room_are_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = Pair()
+    pair.primary.open(**SMALL_CHUNKS)
+    make(pair, torch.arange(1.0, LARGE))
+    pair.level()
+    monkeypatch.setattr(primary, "WINDOW_BYTES", 1)
+    for call in (1, 2, 3):
+        make(pair, torch.arange(1.0 + call, LARGE), call)
+    pair.do(0, opening("sync", "brief"))
+    pair.do(0, p.Declare("brief", True, 0, (p.Entry("b", 1, (2,), 0, 2),)))
+    for rank in range(2):
+        pair.do(rank, p.Close((p.StoreLife("brief", 0),)))
+    pair.do(0, opening("sync", "third"))  # and the one that nobody uses is dropped
+    sent = [packet.message for packet in pair.primary.sent]
+    assert not any(isinstance(message, p.Open) for message in sent), "there is no room yet"
+    pair.pump()
+    assert alike(pair)
+    assert sorted(pair.standby.server.context.stores) == ["kv", "third"]
+
+
+def test_a_key_that_lies_on_another_server_now_is_gone_at_the_standby() -> None:
+    pair = Pair(servers=2)
+    pair.primary.open()
+    names = [name for name in ("u", "v", "w", "x") if home(name, 2) == 1]
+    pair.primary.init(names[0], [1.0, 2.0])
+    pair.primary.init("kept", [3.0])
+    pair.level()
+    pair.do(0, p.Declare("kv", True, 1, (p.Entry(names[0], 1, (2,), 0, 0),)))
+    pair.pump()
+    assert [*pair.standby.server.context.stores["kv"].shards] == ["kept"]
+    assert alike(pair)
+
+
+@pytest.mark.spec("R501")
+def test_values_that_are_pulled_compressed_are_not_shown_beside_a_standby() -> None:
+    pair, piece = trained()
+    pair.level()
+    pair.said.clear()
+    for rank in range(2):
+        ask = of(rank, push(piece, 1))
+        ask = replace(ask, back=CodecSpec(INT8))
+        pair.do(rank, ask, torch.tensor([2.0, 0.0, 0.0]))
+    pair.pump()
+    assert pair.primary.standings[-1].reason == "the values of store 'kv' are pulled compressed"
+    assert pair.primary.standings[-1].dismiss == LIFE
+    assert not heard(pair.said, p.Pulled), "the standby may still be given the seat, without the residuals"
+    pair.name(0)
+    assert len(heard(pair.said, p.Pulled)) == 2
+
+
+@pytest.mark.spec("R495")
+def test_a_round_that_waits_for_another_server_is_not_copied() -> None:
+    pair = Pair(servers=2)
+    one, other = pair.primary, pair.standby
+    one.open(average=True)
+    one.init("w", [0.0])
+    one.optimizer("sgd", lr=1.0, clip_global_norm=5.0)
+    (piece,) = one.pieces["w"]
+    step = p.StepPart(7, 0, 1, (0, 1))
+    pushes = [replace(of(rank, push(piece, 0, pull=False)), step=step) for rank in range(2)]
+    for rank, message in enumerate(pushes):
+        pair.do(rank, message, torch.tensor([-6.0]))
+    pair.level()
+    (copy,) = other.server.context.chunks.by_number.values()
+    assert (copy.spans[0].version, copy.spans[0].pushed) == (0, {0: 0, 1: 0})
+    pair.promote()
+    for rank, message in enumerate(pushes):
+        other.say(rank, message, torch.tensor([-6.0]))
+    other.pieces = one.pieces
+    for stage in (one, other):
+        stage.other(1, p.StepNorm("kv", 7, 0, 64.0, None))
+        assert stage.values("w") == pytest.approx([3.0], abs=1e-5)  # 6 and 8: the norm is 10
+
+
+def test_a_replacement_owes_nothing_where_each_push_is_applied_at_once() -> None:
+    pair = Pair()
+    pair.primary.open("async")
+    pair.primary.init("w", [1.0, 2.0, 3.0])
+    pair.primary.optimizer("sgd", lr=1.0)
+    (piece,) = pair.primary.pieces["w"]
+    pair.level()
+    for rank, number in ((0, 0), (1, 0), (1, 1)):
+        pair.do(rank, of(rank, push(piece, number, pull=False)), torch.tensor([1.0, 0.0, 0.5]))
+    pair.said += pair.primary.replace(0)
+    pair.pump()
+    pair.said.clear()
+    pair.said += pair.do(0, p.Pull(piece.chunk, True, (p.Ask(piece.start, piece.size, 0, 0),)))
+    pair.pump()
+    (pulled,) = heard(pair.said, p.Pulled)
+    assert [(stand.version, stand.owed) for stand in pulled.runs] == [(3, 1)]
+    pair.promote()
+    said = pair.standby.say(1, of(1, push(piece, 1, pull=False)), torch.tensor([1.0, 0.0, 0.5]))
+    assert heard(said, p.Ack)
+    pair.standby.pieces = pair.primary.pieces
+    assert pair.standby.values("w") == pair.primary.values("w") == [-2.0, 2.0, 1.5]
+
+
+def test_a_view_that_changes_nothing_leaves_the_copy_level() -> None:
+    pair, _ = trained()
+    pair.level()
+    pair.standby.show()
+    assert pair.standby.server.context.stores
+    assert not pair.standby.sent, "it asks for nothing"
+    assert heard(pair.promote(), p.Welcome)
+
+
+def test_another_rate_keeps_the_state_of_the_optimizer_at_the_standby() -> None:
+    pair, piece = trained()
+    pair.level()
+    pair.do(0, p.Rate("kv", 1, True, 0.25, 1))
+    pair.pump()
+    pair.promote()
+    one, other = pair.primary, pair.standby
+    other.pieces = one.pieces
+    one.standby = 0
+    one.show()
+    for stage in (one, other):
+        for rank in range(2):
+            stage.say(rank, of(rank, push(piece, 1)), torch.tensor([2.0, 0.0, 0.0]))
+    assert other.values("w") == one.values("w")
+
+
+@pytest.mark.spec("R494", "R496")
+def test_a_copy_that_cannot_be_held_stops_no_answer_and_takes_no_seat() -> None:
+    pair, _ = trained()
+    pair.level()
+    pair.standby.server.control.budget.limit_bytes = 8
+    pair.do(0, p.Declare("kv", True, 0, (p.Entry("b", 1, (9,), 0, 9),)))
+    pair.pump()
+    assert "the copy cannot be held: no room for key 'b'" in pair.standby.standings[-1].reason
+    assert not pair.standby.standings[-1].level
+    pair.said.clear()
+    pair.primary.now += AGAIN_S + 0.1
+    pair.primary.take(pair.primary.server.on_timer(pair.primary.now))
+    pair.pump()
+    pair.said += pair.primary.take(pair.primary.server._flush())
+    assert heard(pair.said, p.Declared)
+    pair.promote()
+    (end,) = [effect for effect in pair.standby.notes if isinstance(effect, Exit)]
+    assert end.reason == "server 0 was lost before its standby had all of its values"
+
+
+@pytest.mark.spec("R493")
+def test_a_refusal_counts_for_all_at_the_standby_too() -> None:
+    pair, _ = trained()
+    pair.level()
+    pair.primary.server.control.budget.limit_bytes = 8
+    entry = p.Entry("b", 1, (9,), 0, 9)
+    assert not pair.do(0, p.Declare("kv", True, 0, (entry,))), "the standby does not know of it yet"
+    pair.pump()
+    (told,) = heard(pair.said, p.Error)
+    pair.promote()
+    (again,) = heard(pair.standby.say(1, p.Declare("kv", False, 0, (entry,))), p.Error)
+    assert "no room for key 'b'" in told.text
+    assert (again.code, again.text) == (told.code, told.text)
+
+
+@pytest.mark.spec("R493", "R496")
+def test_values_of_a_checkpoint_are_copied_before_rank_0_is_told() -> None:
+    pair = Pair(every_s=0.0)
+    one = pair.primary
+    one.open()
+    one.init("w", [1.0, 2.0, 3.0])
+    image, release = one.server.control.snapshot()
+    (piece,) = one.pieces["w"]
+    pair.level()
+    for rank in range(2):
+        pair.do(rank, of(rank, push(piece, 0)), torch.tensor([5.0, 6.0, 7.0]))
+    pair.pump()
+    pair.said.clear()
+    pair.do(0, p.Revive("kv", "best", 7))
+    (read,) = [order for order in one.orders() if isinstance(order, Read)]
+    assert not heard(one.disk(Loaded(image, read.for_whom)), p.Revived)
+    release()
+    pair.pump()
+    assert heard(pair.said, p.Revived)
+    assert one.values("w") == [1.0, 2.0, 3.0]
+    assert alike(pair)
+    assert pair.standby.server.context.stores["kv"].restored == 7
+
+
+@pytest.mark.spec("R493")
+def test_a_standby_drops_a_store_that_has_ended_when_the_primary_does() -> None:
+    pair, _ = trained()
+    pair.level()
+    one, other = pair.primary, pair.standby
+    for rank in range(2):
+        pair.do(rank, p.Close((p.StoreLife("kv", 0),)))
+    pair.pump()
+    for stage in (other, one):  # the clock of the standby is ahead
+        for _ in range(2):
+            stage.now += KEPT_S + 1
+            stage.scheduler(stage.server.member.view)
+            stage.take(stage.server.on_timer(stage.now))
+        if stage is other:
+            assert "kv" in other.server.context.stores
+    assert not one.server.context.stores
+    pair.pump()
+    assert not other.server.context.stores
+    assert pair.standby.standings[-1].level
+
+
+def test_a_former_life_of_the_primary_is_not_heard() -> None:
+    pair, piece = trained()
+    pair.level()
+    for rank in range(2):
+        pair.do(rank, of(rank, push(piece, 1)), torch.tensor([2.0, 0.0, 0.0]))
+    late, pair.primary.sent = pair.primary.sent, []
+    assert any(isinstance(packet.message, p.CopyValues) for packet in late)
+    pair.standby.show(servers=[Seat("held", 3)])
+    pair.standby.sent.clear()
+    for packet in late:
+        assert not pair.standby.hear("server 0", packet)  # type: ignore[arg-type]
+    assert not pair.standby.sent, "it acknowledges nothing"
+    assert not pair.standby.server.context.stores
