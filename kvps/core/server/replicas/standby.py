@@ -178,14 +178,12 @@ class Follower:
     def _lay(self, message: p.CopyChunk) -> None:
         """Give a chunk the layout that it has at the primary."""
         chunks = self._chunks
-        chunk = chunks.by_number.get(message.chunk)
         if not message.names:
-            if chunk is not None:
-                chunks.counts[chunk.store][chunk.dtype] -= sum(
-                    [span.stop - span.start for span in chunk.spans]
-                )
-                chunks.free(chunk)
+            freed = chunks.at(message.chunk)
+            chunks.counts[freed.store][freed.dtype] -= sum([span.stop - span.start for span in freed.spans])
+            chunks.free(freed)
             return
+        chunk = chunks.by_number.get(message.chunk)
         dtype = BY_ID[message.dtype].name
         sizes = [stop - start for start, stop in zip(message.bounds, message.bounds[1:], strict=False)]
         new = list(zip(message.names, sizes, strict=True))[len(chunk.keys) if chunk is not None else 0 :]
