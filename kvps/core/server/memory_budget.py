@@ -26,7 +26,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from kvps.core.limits import TABLE, remedy
 from kvps.core.optim.base import Updater
@@ -283,11 +283,10 @@ class MemoryBudget:
         if self.lacks_room(more):
             reserved = self.reserved()
             reserved = reserved._replace(publications=reserved.publications + more)
-            raise Overload(
-                f"no room for {what}: {self._account(reserved)} Keep fewer versions (keep=), publish in a "
-                "smaller type (dtype=), add servers or raise the limit",
-                limit="memory",
+            advice = (
+                "Keep fewer versions (keep=), publish a smaller type (dtype=), add servers or raise the limit"
             )
+            self._refuse(what, reserved, advice)
 
     def has_room_for(self, rounds: int) -> bool:
         """Return whether so many rounds may be open beyond the oldest one of each span."""
@@ -318,11 +317,11 @@ class MemoryBudget:
     def _demand(self, what: str, store: str, terms: MemoryTerms, changed: Mapping[str, int]) -> None:
         reserved = self.reserved(store, terms, changed)
         if self.limit_bytes is not None and self._fixed(reserved) > self.limit_bytes:
-            raise Overload(
-                f"no room for {what} of store {store!r}: {self._account(reserved)} Add servers (each holds "
-                "a part), raise the limit, or use an optimizer with less state",
-                limit="memory",
-            )
+            advice = "Add servers (each holds a part), raise the limit, or use an optimizer with less state"
+            self._refuse(f"{what} of store {store!r}", reserved, advice)
+
+    def _refuse(self, what: str, reserved: Reservation, advice: str) -> NoReturn:
+        raise Overload(f"no room for {what}: {self._account(reserved)} {advice}", limit="memory")
         if self._tier is not None:
             self._tier.settle(sum(reserved) - sum(self.reserved()))
 

@@ -58,7 +58,7 @@ def test_the_files_are_those_that_the_process_loads(role: str, tmp_path: Path) -
     loaded = keys.load(str(mounted), role)
     assert loaded.role is not None
     if role == "scheduler":
-        assert {one.role for one in loaded.opens.values()} == {"server", "worker", "admin", "look"}
+        assert {one.role for one in loaded.opens.values()} == {"server", "worker", "admin", "look", "reader"}
         assert keys.load(str(mounted), "look").role is not None
 
 
