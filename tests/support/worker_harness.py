@@ -84,10 +84,12 @@ class Bench:
         machines: Sequence[int] = (),
         keys: tuple[str, ...] = (),
         most: int = 0,
+        replicas: int = 0,
     ) -> None:
         """Put a worker on the bench; ``machines`` are those of all workers, unknown by default.
 
-        With ``most``, workers come and go, and this one was added. The servers are on machine 1.
+        With ``most``, workers come and go, and this one was added. The servers are on machine 1, and have
+        standbys with ``replicas``.
         """
         self.machines = dict(enumerate(machines))
         self.keys, self.most = keys, most
@@ -108,7 +110,8 @@ class Bench:
         self._chunks = itertools.count(1)
         self.take(self.core.start(self.now))
         if join:
-            self.scheduler(Welcome(rank, 1 + 10 * Role.WORKER + rank, workers, servers, most=most))
+            life = 1 + 10 * Role.WORKER + rank
+            self.scheduler(Welcome(rank, life, workers, servers, most=most, replicas=replicas))
             self.view()
             for server in range(servers if ready else 0):
                 self.server(server, Welcome(rank, 1, workers, servers))
@@ -171,9 +174,16 @@ class Bench:
         return self.take(self.core.on_packet(route, packet, self.now))
 
     def server(
-        self, rank: int, message: Message, *payload: torch.Tensor, seq: int = 0, view: int | None = None
+        self,
+        rank: int,
+        message: Message,
+        *payload: torch.Tensor,
+        seq: int = 0,
+        view: int | None = None,
+        life: int = 1,
     ) -> list[Effect]:
         packet = self.packet_of_server(rank, message, *payload, seq=seq, view=view)
+        packet = packet._replace(envelope=packet.envelope._replace(incarnation=life))
         return self.take(self.core.on_packet(f"server {rank}", packet, self.now))
 
     def packet_of_server(

@@ -510,6 +510,7 @@ class Worker(Core):
             assert view is not None
             servers = [member for member in view.members if member.role == Role.SERVER]
             self._forsake(servers[server], now)
+            self._gates.look()
             self._end_calls_of_lost_members(now)
         for call in self._returns.begin(server, self.table.pending.values()):
             self._own_tickets -= 1
