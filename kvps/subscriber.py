@@ -27,7 +27,7 @@ from kvps.core import manifest
 from kvps.core.manifest import Published
 from kvps.core.reader import Ask, Reader
 from kvps.dtypes import BY_NAME
-from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, Timeout
+from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, ProtocolError, Timeout
 from kvps.net.driver import Inbox, drive
 from kvps.net.transport import Refused, Unserved
 from kvps.phrases import some_of
@@ -47,6 +47,9 @@ GAP_BYTES = 4096
 FETCH_MAX_S = 300.0
 """Seconds that reading a version may take, unless the call gives a limit."""
 DIFFERENCES_MAX = 20
+NUMBER_MAX = 2**62
+ONCE_S = 1.0
+"""Seconds for an answer to a wait() that asks once."""
 
 Copy = tuple[int, int, int]
 """Where bytes go, where they begin in an answer, and their number."""
@@ -100,8 +103,9 @@ class Subscription:
         if not isinstance(given, str) or not 1 <= len(given) <= KEY_MAX or not given.isprintable():
             raise ConfigError(f"subscribe({name!r:.80}): a name has 1 to {KEY_MAX} printable characters")
         if shard is not None:
-            rank, size = shard
-            if not 0 <= rank < size:
+            pair: Any = shard
+            is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+            if not is_pair or not all(isinstance(part, int) for part in pair) or not 0 <= pair[0] < pair[1]:
                 raise ConfigError(f"subscribe(shard={shard!r}): expected (rank, size) with 0 <= rank < size")
         cluster = _cluster_here() if scheduler is None else None
         if cluster is not None:
@@ -121,6 +125,7 @@ class Subscription:
         self._reader = Reader(me)
         self._inbox: Inbox[Reader] = Inbox(self._transport)
         self._lock = threading.RLock()
+        self._pid = os.getpid()
         self._is_closed = False
         self._published: list[Published] = []
         self._tensors: dict[str, torch.Tensor] | None = None
@@ -138,17 +143,23 @@ class Subscription:
 
         Args:
             newer_than: wait for a version with a higher number; None takes the newest there is.
-            timeout: seconds; None waits as long as the servers answer.
+            timeout: seconds; None waits as long as the servers answer, and 0 asks once.
 
         Raises:
+            ConfigError: if ``newer_than`` is no number, or in a process that was forked.
             Timeout: if there is none in time; the text says which publications there are.
             SchedulerLost, ServerLost: if the job is over, or does not answer for 60 s.
         """
+        least: Any = newer_than or 0
+        if not isinstance(least, int) or least >= NUMBER_MAX:
+            raise ConfigError(f"wait(newer_than={newer_than!r}): expected the number of a version, or None")
+        is_once = timeout is not None and timeout <= 0
         with self._lock:
-            until = time.monotonic() + (float("inf") if timeout is None else timeout)
+            limit_s = float("inf") if timeout is None else ONCE_S if is_once else timeout
+            until = time.monotonic() + limit_s
             while True:
-                newer = max(newer_than or 0, (self.version or 1) - 1)
-                number, self.age_s = self._watch(newer, until)
+                newer = max(least, (self.version or 1) - 1)
+                number, self.age_s = self._watch(newer, until, is_once)
                 if number == self.version:
                     return number
                 try:
@@ -159,17 +170,19 @@ class Subscription:
                     continue  # it was the newest when we heard of it
                 return number
 
-    def _watch(self, newer: int, until: float) -> tuple[int, float]:
+    def _watch(self, newer: int, until: float, is_once: bool) -> tuple[int, float]:
         found: list[p.VersionIs] = []
 
         def take(packet: Packet) -> bool:
             assert isinstance(packet.message, p.VersionIs)
             found.append(packet.message)
-            return packet.message.number > newer
+            return is_once or packet.message.number > newer
 
         asks = {0: [Ask(0, p.Watch(self.name, newer), take)]}
         try:
             self._ask(asks, until, "wait()")
+            if found[-1].number <= newer:
+                raise Timeout("wait(): it was asked once")
         except Timeout as error:
             if not found:
                 raise
@@ -194,6 +207,9 @@ class Subscription:
         }
         self._ask(asks, until, "wait()")
         published = manifest.decode(b"".join(octets))
+        servers = self._reader.servers
+        if any(extent.server >= servers for tensor in published for extent in tensor.extents):
+            raise ProtocolError(f"version {number} of {self.name!r} names a server that there is not")
         self.version, self._published, self._tensors = number, published, None
 
     # --- tensors --------------------------------------------------------------------------------------
@@ -252,13 +268,15 @@ class Subscription:
             return digest_of(self._fetched(timeout)[name])
 
     def _demand_alike(self, targets: Mapping[str, torch.Tensor], strict: bool) -> None:
+        unfit = {name: _unfit(target) for name, target in targets.items()}
         shapes = {tensor.name: _rows(tensor, self._shard)[1] for tensor in self._published}
         wrong = [f"{name!r} is missing in the module" for name in shapes if name not in targets and strict]
         wrong += [f"{name!r} was not published" for name in targets if name not in shapes and strict]
+        wrong += [f"{name!r} {unfit[name]}" for name in shapes if unfit.get(name)]
         wrong += [
             f"{name!r} has shape {tuple(target.shape)} in the module and {shapes[name]} as published"
             for name, target in targets.items()
-            if name in shapes and tuple(target.shape) != shapes[name]
+            if name in shapes and not unfit[name] and tuple(target.shape) != shapes[name]
         ]
         if wrong:
             more = f"; and {len(wrong) - DIFFERENCES_MAX} more" if len(wrong) > DIFFERENCES_MAX else ""
@@ -307,6 +325,8 @@ class Subscription:
 
     def close(self) -> None:
         """End the subscription; tensors that were given stay."""
+        if os.getpid() != self._pid:
+            return  # the process that made it closes it
         with self._lock:
             if self._is_closed:
                 return
@@ -335,6 +355,11 @@ class Subscription:
         Raises:
             KvpsError: if one is not.
         """
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"the subscription to {self.name!r} was made in process {self._pid} and is used in "
+                f"{os.getpid()} after a fork; call kvps.subscribe() there"
+            )
         if self._is_closed:
             raise ConfigError(f"the subscription to {self.name!r} is closed")
         if not self._reader.servers:
@@ -358,6 +383,13 @@ def _cluster_here() -> Any:
     current, process = (sys.modules.get(f"kvps.runtime.{name}") for name in ("current", "process"))
     cluster = None if current is None else current.current()
     return cluster or (None if process is None else process.embedded())
+
+
+def _unfit(target: object) -> str:
+    """Return why nothing can be written to a tensor of a module, in words; "" if something can."""
+    if not isinstance(target, torch.Tensor):
+        return f"is no tensor but an {type(target).__name__} in the module"
+    return "is on the meta device, and has no values to write to" if target.is_meta else ""
 
 
 def digest_of(tensor: torch.Tensor) -> str:

@@ -107,6 +107,10 @@ def header_of(
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, dtype, shape in tensors:
+        if name == "__metadata__":
+            raise StorageError(
+                "a safetensors file can have no tensor of the name '__metadata__': give it another"
+            )
         end = offset + math.prod(shape) * BY_NAME[dtype].itemsize
         header[name] = {"dtype": TITLES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end

@@ -65,7 +65,7 @@ def decode(octets: bytes) -> list[Published]:
 
 def _published(name: str, dtype: str, shape: list[int], extents: list[list[int]]) -> Published:
     numbers = [*shape, *[number for extent in extents for number in extent]]
-    if type(name) is not str or any(type(number) is not int or number < 0 for number in numbers):
+    if type(name) is not str or any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
         raise ProtocolError("a manifest has a name that is no text, or a number that is no size")
     tensor = Published(name, Spec(dtype, tuple(shape)), tuple([Extent(*extent) for extent in extents]))
     end = 0

@@ -80,6 +80,8 @@ class Reader(Core):
         self._links: dict[int, Link] = {}
         self._seq = 0
         self._is_connected = False
+        self._is_begun = False
+        """Requests were made: what comes before is of an earlier call, and ends nothing."""
         self._asked_at = -math.inf
         """When the scheduler was asked last."""
         self._located_at = -math.inf
@@ -100,6 +102,7 @@ class Reader(Core):
             now: the time.
         """
         self.error, self._until, self._what, self._began_at = None, until, what, now
+        self._is_begun = True
         for link in self._links.values():
             link.heard_at = now
         for ask in asks:
@@ -111,6 +114,7 @@ class Reader(Core):
 
     def forget(self) -> None:
         """Forget all requests: what still answers them is not heard."""
+        self._is_begun, self._until = False, math.inf
         for link in self._links.values():
             link.queued.clear()
             link.sent.clear()
@@ -206,7 +210,7 @@ class Reader(Core):
 
     def _go_on(self, now: float) -> None:
         """Send what may be sent; exit if nothing is left to do."""
-        if self.error is not None:
+        if self.error is not None or not self._is_begun:
             return
         if not self.servers:
             self._locate(now)

@@ -36,9 +36,23 @@ def call_of(
     as_dtype = _number_of(name, dtype)
     if not keys and not tensors:
         raise ConfigError(f"publish({name!r}): the source has no tensors")
-    rows = {key: row_of(as_tensor(value)) for key, value in tensors.items()} if rank == 0 else {}
+    rows = {key: _row(name, key, value) for key, value in tensors.items()} if rank == 0 else {}
     unique = tuple(dict.fromkeys(keys))
     return calls.Publish(store, name, keep, as_dtype, 0, unique, tuple(rows), tuple(rows.values()))
+
+
+def _row(name: str, key: str, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU.
+
+    Raises:
+        Mismatch: if it cannot be published; the text names it.
+    """
+    try:
+        if value.is_meta:
+            raise Mismatch(f"{key!r} is on the meta device, and has no values")
+        return row_of(as_tensor(value))
+    except Mismatch as error:
+        raise Mismatch(f"publish({name!r}): tensor {key!r:.80}: {error}") from error
 
 
 def _number_of(name: str, dtype: str | torch.dtype | None) -> int:

@@ -92,3 +92,12 @@ def test_full_disk_is_told_and_harms_nothing_else(
 def test_mistakes_are_told(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert follow.main(words) == 78
     assert text in capsys.readouterr().err
+
+
+def test_name_that_a_file_cannot_have_is_told(
+    store: kvps.KVStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.publish("policy", {"__metadata__": torch.randn(3)})
+    assert follow.main(["policy", "--to", str(tmp_path), "--once", *address()]) == 1
+    assert "'__metadata__'" in capsys.readouterr().err
+    assert names(tmp_path) == []

@@ -1,5 +1,6 @@
 """publish() and subscribe(): weights for processes that are no members, over real sockets and shared memory."""
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 import kvps
+from kvps.core import manifest
+from kvps.dtypes import Spec
 from kvps.subscriber import digest_of
 
 LIMIT_S = 30
@@ -152,6 +155,8 @@ def test_slow_reader_skips_versions_and_is_told_what_is_gone() -> None:
         (("p", {"w": torch.ones(1)}, "int8"), "expected None or one of"),
         (("p", {}), "the source has no tensors"),
         (("p", {"w": 3}), "a state dict has tensors by name"),
+        (("p", {"v": torch.ones(1), "mask": torch.ones(2, dtype=torch.bool)}), "'mask'.*torch.bool"),
+        (("p", {"w": torch.ones(1, device="meta")}), "'w' is on the meta device"),
         (("p", ["never"]), "never"),
     ],
 )
@@ -177,6 +182,8 @@ def test_store_without_servers_says_so(kind: str) -> None:
     ("arguments", "text"),
     [
         ({"name": "a\n"}, "a name has 1 to 256"),
+        ({"name": "p", "shard": 3}, "expected \\(rank, size\\)"),
+        ({"name": "p", "shard": ("0", "2")}, "expected \\(rank, size\\)"),
         ({"name": "p", "shard": (2, 2)}, "expected \\(rank, size\\)"),
         ({"name": "p", "scheduler": "nowhere"}, "nowhere"),
         ({"name": "p", "keys": "/no/such/keys"}, "cannot read the key"),
@@ -185,3 +192,72 @@ def test_store_without_servers_says_so(kind: str) -> None:
 def test_bad_subscriptions_are_refused(arguments: dict[str, str], text: str) -> None:
     with pytest.raises(kvps.ConfigError, match=text):
         kvps.subscribe(**arguments)
+
+
+def test_no_time_is_time_to_ask_once() -> None:
+    with kvps.create("dist_sync") as kv, kvps.subscribe("policy") as policy:
+        with pytest.raises(kvps.Timeout, match="nobody has published 'policy'"):
+            policy.wait(timeout=0)
+        kv.publish("policy", {"w": torch.randn(3)})
+        assert policy.wait(timeout=0) == 1
+        with pytest.raises(kvps.Timeout, match="no version of 'policy' that is newer than 1"):
+            policy.wait(newer_than=1, timeout=0)
+        kv.publish("policy", {"w": torch.randn(3)})
+        assert policy.wait(newer_than=1, timeout=0) == 2
+    kvps.shutdown()
+
+
+@pytest.mark.parametrize("newer_than", [2**62, 2**70, "1", 1.5])
+def test_no_number_of_a_version_is_refused(newer_than: object) -> None:
+    with (
+        kvps.subscribe("policy", "tcp://127.0.0.1:1") as policy,
+        pytest.raises(kvps.ConfigError, match="newer_than"),
+    ):
+        policy.wait(newer_than=newer_than, timeout=1)  # type: ignore[arg-type]
+
+
+def test_nothing_is_loaded_into_what_holds_no_values() -> None:
+    with kvps.create("dist_sync") as kv, kvps.subscribe("policy") as policy:
+        kv.publish("policy", {"weight": torch.randn(2, 3), "bias": torch.randn(2)})
+        with torch.device("meta"):
+            target = torch.nn.Linear(3, 2)
+        with pytest.raises(kvps.Mismatch, match="'weight' is on the meta device"):
+            policy.load(target)
+        mixed = {"bias": torch.zeros(2), "weight": 3}
+        with pytest.raises(kvps.Mismatch, match="'weight' is no tensor but an int"):
+            policy.load(mixed)
+        assert mixed["bias"].tolist() == [0.0, 0.0]
+    kvps.shutdown()
+
+
+def test_forked_process_is_refused_and_harms_nothing() -> None:
+    with kvps.create("dist_sync") as kv, kvps.subscribe("policy") as policy:
+        kv.publish("policy", {"w": torch.randn(3)})
+        policy.wait(timeout=LIMIT_S)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                policy.close()
+                policy.wait(timeout=1)
+            except kvps.ConfigError as error:
+                code = 0 if "fork" in str(error) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert [name for name, _ in policy.tensors(timeout=LIMIT_S)] == ["w"]
+    kvps.shutdown()
+
+
+def test_manifest_with_places_that_there_are_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = Spec("float32", (1,))
+    with kvps.create("dist_sync") as kv, kvps.subscribe("policy") as policy:
+        kv.publish("policy", {"w": torch.randn(1)})
+        for extent in ((1, 0, 0, 4, 0), (2**40, 0, 0, 4, 0)):
+            hostile = manifest.Published("w", spec, (manifest.Extent(*extent),))
+            with monkeypatch.context() as patch:
+                patch.setattr(manifest, "decode", lambda octets, hostile=hostile: [hostile])
+                with pytest.raises(kvps.ProtocolError, match="a server that there is not"):
+                    policy.wait(timeout=LIMIT_S)
+        assert policy.wait(timeout=LIMIT_S) == 1
+    kvps.shutdown()

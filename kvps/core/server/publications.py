@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from kvps import protocol as p
 from kvps.core.effects import Effect, Route, Send
-from kvps.core.membership_client import MembershipClient
+from kvps.core.membership_client import MembershipClient, check_protocol
 from kvps.core.server.chunks.slab import Buffer
 from kvps.core.server.context import RequestContext
 from kvps.core.server.memory_budget import MemoryBudget
@@ -46,6 +46,8 @@ AWAY_BYTES_MAX, COPIES_BYTES_MAX = 64 << 20, 512 << 20
 """Bytes on their way to one reader, and those to all readers that were copied for it."""
 MESSAGES_MAX = 4096
 """Requests of one reader in a second."""
+AWAY_MAX = 64
+"""Messages on their way to one reader: each may keep a whole buffer."""
 ANNOUNCED_KEPT = 64
 NAMES_MAX = 16
 
@@ -108,6 +110,7 @@ class Reader:
     watches: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Publication -> the seq of its WATCH, and the version that it has."""
     away_bytes: int = 0
+    away_count: int = 0
     counted_from: float = 0.0
     count: int = 0
 
@@ -120,6 +123,7 @@ class Away:
     def __init__(self, reader: Reader, size: int, buffer: Buffer | None, all_copies: Counter[str]) -> None:
         self._reader, self._size, self._buffer, self._all = reader, size, buffer, all_copies
         reader.away_bytes += size
+        reader.away_count += 1
         if buffer is None:
             all_copies["bytes"] += size
         else:
@@ -128,6 +132,7 @@ class Away:
     def release(self) -> None:
         """They have been read, or nobody will read them."""
         self._reader.away_bytes -= self._size
+        self._reader.away_count -= 1
         if self._buffer is None:
             self._all["bytes"] -= self._size
         else:
@@ -367,6 +372,7 @@ class Publications:
         reader.heard_at = now
         match message:
             case p.Hello():
+                check_protocol(message, self._context.me)
                 welcome = self._member.welcome
                 assert welcome is not None, "admit() looks"
                 sizes = welcome.workers, welcome.servers
@@ -424,13 +430,13 @@ class Publications:
             raise ProtocolError(
                 f"octets {start} to {stop} of block {message.block} of {message.publication!r} cannot be read"
             )
-        if reader.away_bytes + size > AWAY_BYTES_MAX:
+        if reader.away_bytes + size > AWAY_BYTES_MAX or reader.away_count >= AWAY_MAX:
             self._context.meter.add("kvps_dropped_packets_total", "reads")
             return  # it is asked for again
         buffer = block.buffer
         if block.as_dtype == block.dtype:
             self._send(reader, p.Octets(seq, size), buffer.octets[start:stop], buffer)
-        elif self._copies["bytes"] + size <= COPIES_BYTES_MAX:
+        elif not reader.away_bytes or self._copies["bytes"] + size <= COPIES_BYTES_MAX:  # readers may hang
             count = size // itemsize
             values = self._context.chunks.memory.empty(count, block.as_dtype)
             values.copy_(buffer.tensor[start // itemsize : start // itemsize + count])

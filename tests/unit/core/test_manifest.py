@@ -36,6 +36,8 @@ def test_manifest_survives_the_wire() -> None:
         json.dumps([["w", "float32", [1], [[0, 0, 0, 4, 4]]]]).encode(),
         json.dumps([["w", "float32", [2], [[0, 0, 0, 4, 0]]]]).encode(),
         json.dumps([["w", "float32", [0], []]] * 2).encode(),
+        json.dumps([["w", "float32", [1], [[0, 2**63, 0, 4, 0]]]]).encode(),
+        json.dumps([["w", "float32", [1], [[0, 0, 2**70, 4, 0]]]]).encode(),
     ],
 )
 def test_anything_else_is_refused(octets: bytes) -> None:

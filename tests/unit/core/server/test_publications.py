@@ -317,9 +317,44 @@ def test_bytes_on_their_way_are_limited(monkeypatch: pytest.MonkeyPatch) -> None
     assert one.read(1, 9, 4)
     assert one.read(1, chunk, 4)
     monkeypatch.setattr(publications, "COPIES_BYTES_MAX", 3)
+    monkeypatch.setattr(publications, "AWAY_BYTES_MAX", 5)
+    reader.away_bytes = 1
     assert not one.read(1, chunk, 4), "what is converted is a copy"
+    reader.away_bytes = 0
     assert one.read(1, 9, 4)
     assert (reader.away_bytes, served._copies["bytes"]) == (0, 0)
+
+
+@pytest.mark.spec("R548")
+def test_readers_that_hang_leave_one_read_at_a_time_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = stage()
+    one.init("w", [1.0, 2.0])
+    chunk = one.pieces["w"][0].chunk
+    one.freeze(1, chunk, as_dtype=BFLOAT16)
+    one.announce(1)
+    one.greet(1)
+    served = one.server.publications
+    monkeypatch.setattr(publications, "COPIES_BYTES_MAX", 4)
+    served._copies["bytes"] = 4
+    (one_reader, _) = served.readers.values()
+    assert one.read(1, chunk, 4, rank=1), "by readers that hang"
+    one_reader.away_bytes = 4
+    assert not one.read(1, chunk, 4), "one that has some on their way waits"
+
+
+@pytest.mark.spec("R548")
+def test_small_reads_do_not_keep_many_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = stage()
+    one.init("w", [1.0, 2.0])
+    chunk = one.pieces["w"][0].chunk
+    one.freeze(1, chunk)
+    one.announce(1)
+    (reader,) = one.server.publications.readers.values()
+    reader.away_count = publications.AWAY_MAX
+    assert not one.read(1, chunk, 4)
+    reader.away_count -= 1
+    assert one.read(1, chunk, 4)
+    assert reader.away_count == publications.AWAY_MAX - 1
 
 
 @pytest.mark.spec("R548")
@@ -348,6 +383,7 @@ def test_readers_and_their_requests_are_limited(monkeypatch: pytest.MonkeyPatch)
         (lambda one: one.reader(0, p.Watch("policy", 0), life=1), ProtocolError, "expects HELLO first"),
         (lambda one: one.reader(0, p.Watch("policy", 0), job=bytes(16)), Mismatch, "serves another job"),
         (lambda one: one.reader(0, p.Probe((1,))), ProtocolError, "a reader may not send Probe"),
+        (lambda one: one.reader(0, replace(greeting(role=4), major=9)), ProtocolError, "cannot talk to"),
     ],
 )
 def test_readers_are_refused(act: Callable[[Stage], list[Said]], error: type[Exception], text: str) -> None:
