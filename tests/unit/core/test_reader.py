@@ -189,6 +189,15 @@ def test_answers_to_a_call_that_was_given_up_are_not_heard() -> None:
     assert not ended(stage.hear(p.Error(second, KeyNotFound.code, "gone"), "server 1")), "the next may begin"
 
 
+def test_late_answer_does_not_end_the_call_that_is_about_to_begin() -> None:
+    stage = Stage()
+    stage.joined()
+    stage.begin(0)
+    ((_, seq),) = said(stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0"), p.Watch)
+    stage.core.forget()
+    assert not ended(stage.hear(p.VersionIs(seq, 1), "server 0"))
+
+
 def test_every_wait_ends_by_an_error_that_says_for_whom() -> None:
     stage = Stage()
     stage.begin(until=105.0)
