@@ -121,3 +121,11 @@ def test_an_empty_server_in_the_place_of_another_is_a_loss(welcomes: int) -> Non
     assert isinstance(error, ServerLost)
     assert "has replaced the server that this worker used, and is empty" in str(error)
     assert isinstance(one.error(one.call(push({"w": torch.tensor([5.0, 6.0])}))), ServerLost)
+
+
+@pytest.mark.spec("R499")
+def test_pushes_of_before_a_rollback_are_not_sent_again() -> None:
+    one, _ = pushing()
+    one.view(phase="returning", epoch=1)
+    assert one.core.table.kept is not None
+    assert not list(one.core.table.kept.take(0))
