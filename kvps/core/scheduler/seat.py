@@ -118,11 +118,6 @@ class Settings:
                 f"--workers {self.workers_range}: the second number is the most workers that "
                 "the job may have, and cannot be below the first"
             )
-        if self.most_workers and self.replicas:
-            raise ConfigError(
-                f"--replicas {self.replicas} with --workers {self.workers_range}: the copy of a server does "
-                "not know which added workers take part; use a fixed number of workers, or --replicas 0"
-            )
         if self.workers < 1 or self.servers < 0 or seats > SEATS_MAX:
             raise ConfigError(
                 f"{self.seats_of_workers} workers and {self.servers} servers: a job has 1 or more workers, "
@@ -137,8 +132,8 @@ class Settings:
             )
         if self.replicas and self.most_workers:
             raise ConfigError(
-                f"--replicas 1 with --workers {self.workers}:{self.most_workers}: a copy does not know of "
-                "workers that were added; give --workers N, or leave --replicas at 0"
+                f"--replicas {self.replicas} with --workers {self.workers_range}: the copy of a server does "
+                "not know which added workers take part; use a fixed number of workers, or --replicas 0"
             )
         limits = (self.silence_max_s, self.drop_grace_s, self.replace_max_s, self.forming_max_s)
         for limit in limits:
