@@ -332,8 +332,6 @@ class RequestContext:
             session = self.sessions.get(rank)
             if rank in self.member.quorum().lost:
                 return "lost"
-            if self.member.has_left(rank):
-                return "has left"
             if session is None or session.asked_at is None:
                 return "has made no request here yet"
             return quiet_in_words(now - session.asked_at, "request")

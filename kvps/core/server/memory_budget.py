@@ -319,11 +319,11 @@ class MemoryBudget:
         if self.limit_bytes is not None and self._fixed(reserved) > self.limit_bytes:
             advice = "Add servers (each holds a part), raise the limit, or use an optimizer with less state"
             self._refuse(f"{what} of store {store!r}", reserved, advice)
+        if self._tier is not None:
+            self._tier.settle(sum(reserved) - sum(self.reserved()))
 
     def _refuse(self, what: str, reserved: Reservation, advice: str) -> NoReturn:
         raise Overload(f"no room for {what}: {self._account(reserved)} {advice}", limit="memory")
-        if self._tier is not None:
-            self._tier.settle(sum(reserved) - sum(self.reserved()))
 
     def _account(self, reserved: Reservation) -> str:
         assert self.limit_bytes is not None

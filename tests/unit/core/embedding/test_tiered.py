@@ -70,6 +70,18 @@ class Pair:
                 table.check()
 
 
+def test_rows_of_which_none_is_in_memory_are_read() -> None:
+    pair = Pair()
+    for _ in range(25):
+        pair.push()
+    for cold, plain in zip(pair.cold.tables, pair.plain.tables, strict=True):
+        arenas, slots = cold.arenas, np.arange(len(cold))
+        cold_slots = slots[arenas.at(slots) < 0]
+        assert len(cold_slots)
+        found, expected = arenas.read(cold_slots), plain.arenas.read(cold_slots)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize(
     "given",
     [{}, {"optimizer": "adam"}, {"optimizer": "rowwise_adagrad"}, {"admit": 2}, {"evict": {"rows": 150}}],
