@@ -4,7 +4,7 @@
 
 Each rollout process reads the newest version of the policy, plays with it, and sends what it did to the trainers. It has
 no rank. Reader 1 is killed at half time, and reader 2 is slow. The trainers neither wait for a reader nor notice, and
-print how many versions old the rollouts of each were.
+print how many versions old the rollouts of each were. The trainers are threads of one process: there is no worker to kill.
 """
 
 from __future__ import annotations

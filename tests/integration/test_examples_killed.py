@@ -32,6 +32,7 @@ REFUSED = {
 """Examples whose replacement lacks what the other workers have."""
 ELSEWHERE = {
     *("async_vs_sync.py", "compressed_digits.py"),  # threads of one process
+    "rollouts.py",  # it kills a reader itself
     "ray_digits.py",  # Ray starts its workers: --kill
     *("accelerate_digits.py", "lightning_digits.py", "transformers_gpt.py"),  # as ddp_digits.py
 }

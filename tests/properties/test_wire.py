@@ -17,6 +17,7 @@ from kvps.dtypes import BY_ID, DTYPES
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import MESSAGES, Envelope, Message, Packet, Role
 from kvps.protocol.membership import View, ViewChanges
+from kvps.protocol.publications import ServersAre
 from kvps.protocol.stores import Entry, Found
 from kvps.protocol.values import Pulled, Steps
 from kvps.protocol.wire import HEAD, decode, encode
@@ -52,6 +53,7 @@ BY_NAME = {
     "public": public_keys,
     "command": public_keys,
     "store": keys,
+    "publication": keys,
     "run": keys,
     "shape": st.integers(0, 5),
     "rank": naturals_32,
@@ -114,6 +116,7 @@ def messages_of(cls: type[Message]) -> st.SearchStrategy[Message]:
     }
     if cls in (View, ViewChanges):
         fields["number"] = naturals_32
+    if cls in (View, ViewChanges, ServersAre):
         fields["keys"] = st.lists(public_keys, max_size=5).map(tuple)
     if cls is ViewChanges:
         fields["base"] = naturals_32
