@@ -139,7 +139,7 @@ def test_stores_that_need_the_first_workers_say_so(store: str, options: dict[str
 
 def test_script_hears_of_a_worker_and_its_sampler_divides_by_those_that_are_here() -> None:
     heard: list[int] = []
-    came = threading.Event()
+    came, may_leave = threading.Event(), threading.Event()
     data = TensorDataset(torch.arange(12))
 
     def shares(sampler: DistributedSampler[Any], epoch: int) -> list[int]:
@@ -151,7 +151,7 @@ def test_script_hears_of_a_worker_and_its_sampler_divides_by_those_that_are_here
         assert (kv.rank, kv.num_workers) == (1, 2)
         assert len(kvps.data_sampler(data, kv, shuffle=False)) == 6
         came.set()
-        until(lambda: heard == [2], "callback")
+        may_leave.wait(30.0)
         cluster.leave()
 
     def work(cluster: kvps.LocalCluster) -> list[list[int]]:
@@ -163,7 +163,9 @@ def test_script_hears_of_a_worker_and_its_sampler_divides_by_those_that_are_here
         other = threading.Thread(target=come, args=(cluster,))
         other.start()
         came.wait(30.0)
+        until(lambda: heard == [2], "callback")
         read.append(shares(sampler, 1))
+        may_leave.set()
         other.join()
         until(lambda: heard == [2, 1], "its end")
         return [*read, shares(sampler, 2)]
