@@ -1,13 +1,17 @@
 """publish() and subscribe(): weights for processes that are no members, over real sockets and shared memory."""
 
 import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import kvps
+import kvps.torch
 from kvps.core import manifest
 from kvps.dtypes import Spec
 from kvps.subscriber import digest_of
@@ -261,3 +265,96 @@ def test_manifest_with_places_that_there_are_not_is_refused(monkeypatch: pytest.
                     policy.wait(timeout=LIMIT_S)
         assert policy.wait(timeout=LIMIT_S) == 1
     kvps.shutdown()
+
+
+def with_optimizer(net: torch.nn.Module) -> Callable[[], object]:
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    return kvps.torch.DistributedOptimizer(sgd, net.named_parameters()).step
+
+
+def with_trainer_on_servers(net: torch.nn.Module) -> Callable[[], object]:
+    trainer = kvps.Trainer(net, "sgd", {"learning_rate": 0.1}, kvstore="dist_sync")
+    return lambda: trainer.step(2)
+
+
+def with_trainer_on_workers(net: torch.nn.Module) -> Callable[[], object]:
+    trainer = kvps.Trainer(net, "sgd", {"learning_rate": 0.1}, kvstore="dist_sync", update_on_kvstore=False)
+    return lambda: trainer.step(2)
+
+
+@pytest.mark.parametrize("begin", [with_optimizer, with_trainer_on_servers, with_trainer_on_workers])
+def test_a_model_is_published_beside_each_front_end(begin: Callable[[Any], Callable[[], object]]) -> None:
+    def train(rank: int) -> list[torch.Tensor]:
+        net = model()
+        step = begin(net)
+        with kvps.create("dist_sync", name="readers") as kv:
+            for number in (1, 2):
+                net.zero_grad()
+                net(torch.randn(8, 300)).square().mean().backward()
+                step()
+                assert kv.publish("policy", net) == number
+            kv.barrier()
+            if rank == 0:
+                return [tensor.clone() for tensor in net.state_dict().values()]
+            with kvps.subscribe("policy") as policy:
+                assert policy.wait(timeout=LIMIT_S) == 2
+                return [tensor for _, tensor in policy.tensors()]
+
+    with kvps.LocalCluster(workers=2, servers=2) as cluster:
+        of_trainer, of_reader = cluster.run(train)
+    assert len(of_trainer) == len(of_reader)
+    assert all(map(torch.equal, of_trainer, of_reader))
+
+
+def test_weights_of_local_steps_and_of_shards_are_published() -> None:
+    def train(rank: int) -> list[bool]:
+        net = model()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        with kvps.create("dist_sync", name="readers") as kv, kvps.torch.DiLoCo(net, sgd, sync_every=2):
+            for _ in range(4):
+                sgd.zero_grad()
+                net(torch.randn(8, 300)).square().mean().backward()
+                sgd.step()
+            kv.publish("steps", net)
+            kv.barrier()
+            with kvps.subscribe("steps") as steps:
+                steps.wait(timeout=LIMIT_S)
+                own = dict(net.named_parameters())
+                agree = [torch.equal(tensor, own[name]) for name, tensor in steps.tensors() if name in own]
+            kv.barrier()
+        layer = torch.nn.Linear(300, 200)
+        sharded = kvps.torch.shard(layer, optimizer="sgd", lr=0.1)
+        store = sharded.kvstore
+        layer(torch.randn(8, 300)).square().mean().backward()
+        sharded.step()
+        store.publish("shard", store.keys())
+        store.barrier()
+        with kvps.subscribe("shard") as shard:
+            shard.wait(timeout=LIMIT_S)
+            sizes = sorted(tensor.numel() for _, tensor in shard.tensors())
+        store.barrier()
+        return [*agree, sum(sizes) >= 300 * 200 + 200]
+
+    with kvps.LocalCluster(workers=2, servers=2) as cluster:
+        for found in cluster.run(train):
+            assert len(found) > 4
+            assert all(found)
+
+
+def test_a_reader_imports_no_code_of_servers_and_trainers() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", "import sys, kvps; kvps.subscribe; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    modules = set(found.stdout.split())
+    assert "kvps.subscriber" in modules
+    others = (
+        "kvps.core.server",
+        "kvps.core.worker",
+        "kvps.store",
+        "kvps.torch",
+        "kvps.trainer",
+    )
+    assert not [name for name in modules if name.startswith(others)]
