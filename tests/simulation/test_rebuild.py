@@ -12,16 +12,13 @@ from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults
 from tests.simulation.training import (
     LOST,
-    ON_TIME,
     Job,
     Play,
     all_of,
+    befall_each_packet,
     check,
     end_at_each_packet,
     is_trained,
-    named,
-    of_today,
-    play_with,
 )
 
 SIZES = {"w": 3, "big": 90}
@@ -112,15 +109,7 @@ def test_anything_may_befall_any_one_packet_meanwhile(fate: Sequence[float]) -> 
     def prepare(cluster: Cluster) -> None:
         cluster.network.at(MIDDLE_S, lambda: lose(cluster))
 
-    job = job_of()
-    for fatal in of_today(play_with(job, lambda *_: ON_TIME, REBUILT, prepare)):
-        with named(f"packet {fatal} has the copies {fate}"):
-            play_with(
-                job,
-                lambda _, count, *ends, fatal=fatal: fate if count == fatal else ON_TIME,
-                REBUILT,
-                prepare,
-            )  # type: ignore[misc]
+    befall_each_packet(job_of(), fate, REBUILT, prepare=prepare)
 
 
 # --- what does not ----------------------------------------------------------------------------------

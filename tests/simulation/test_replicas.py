@@ -17,6 +17,7 @@ from tests.simulation.training import (
     ON_TIME,
     Job,
     Play,
+    befall_each_packet,
     check,
     faults_of,
     is_trained,
@@ -133,15 +134,7 @@ def test_anything_may_befall_any_one_packet_meanwhile(fate: Sequence[float]) -> 
     def prepare(cluster: Cluster) -> None:
         cluster.network.at(BEGIN_S + 0.03, lambda: lose_primary(cluster))
 
-    job = job_of(has_optimizer=True)
-    for fatal in of_today(play_with(job, lambda *_: ON_TIME, COPIED, prepare)):
-        with named(f"packet {fatal} has the copies {fate}"):
-            play_with(
-                job,
-                lambda _, count, *ends, fatal=fatal: fate if count == fatal else ON_TIME,
-                COPIED,
-                prepare,
-            )  # type: ignore[misc]
+    befall_each_packet(job_of(has_optimizer=True), fate, COPIED, prepare=prepare)
 
 
 def is_given_up(primary: Process) -> bool:

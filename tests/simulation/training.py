@@ -263,12 +263,20 @@ Packets = Callable[[int], range]
 
 
 def befall_each_packet(
-    job: Job, fate: Sequence[float], play: Play = TRAINING, packets: Packets = of_today
+    job: Job,
+    fate: Sequence[float],
+    play: Play = TRAINING,
+    packets: Packets = of_today,
+    prepare: Callable[[Cluster], None] = lambda cluster: None,
 ) -> None:
     """Play a job as often as it has packets of today; each time, that is what becomes of another one."""
-    for fatal in packets(play_with(job, lambda *_: ON_TIME, play)):
+
+    def play_so(fault: Fault) -> int:
+        return play_with(job, fault, play, prepare)
+
+    for fatal in packets(play_so(lambda *_: ON_TIME)):
         with named(f"packet {fatal} has the copies {fate}"):
-            play_with(job, lambda _, count, *ends, fatal=fatal: fate if count == fatal else ON_TIME, play)  # type: ignore[misc]
+            play_so(lambda _, count, *ends, fatal=fatal: fate if count == fatal else ON_TIME)  # type: ignore[misc]
 
 
 def end_at_each_packet(
