@@ -19,21 +19,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, starmap
+from itertools import starmap
 from typing import NamedTuple, cast
 
 from kvps import protocol as p
 from kvps.core.effects import Effect, Hold, Route, Send
 from kvps.core.membership_client import MembershipClient
-from kvps.core.placement import EMBEDDING
-from kvps.core.refusals import RefusedCall
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
-from kvps.core.server.participation import StoreLife
+from kvps.core.server.replicas.state import by_text, copied_key, settings_of, settled, why_not
 from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.rules.rule import Rule
 from kvps.core.server.store import ServerStore
@@ -49,7 +47,6 @@ DISMISS_S = 3.0
 """Seconds after which a standby is given up that acknowledges nothing."""
 KEYS_MAX = 256
 """Keys in one message."""
-REFUSALS_MAX = 64
 
 OF_STORES = (p.Open, p.Close, p.Optimize, p.Rate, p.Join, p.Return, p.Revive, p.Embed)
 """Requests that may change settings of stores."""
@@ -431,9 +428,9 @@ class Replicator:
                 high - low,
                 span.version,
                 span.step,
-                _by_text(settled(span)),
-                _by_text(span.head_start),
-                _by_text(span.clock_from),
+                by_text(settled(span)),
+                by_text(span.head_start),
+                by_text(span.clock_from),
                 fields,
             )
             payload = (chunk.buffer.octets[low * width : high * width], *map(to_frame, rows.values()))
@@ -453,85 +450,3 @@ class Replicator:
     def _send(self, packet: Packet) -> None:
         assert self._route is not None
         self._outbox.append(Send(self._route, packet))
-
-
-def why_not(store: ServerStore) -> str:
-    """Return why a store cannot be copied; empty if it can."""
-    opened, name = store.opened, f"store {store.name!r}"
-    if opened.on_nonfinite != "apply":
-        return f"{name} drops updates that are not finite"
-    if opened.late == "next":
-        return f"{name} counts late pushes in the next round"
-    if store.updater is not None and store.updater.tracks_pulls:
-        return f"the optimizer of {name} depends on what workers have pulled"
-    if any(key.startswith(EMBEDDING) for key in store.shards):
-        return f"{name} has embedding tables"
-    return ""
-
-
-def settings_of(store: ServerStore, life: StoreLife | None) -> p.CopyStore:
-    """Return the settings of a store as the standby is told them."""
-    joins, optimizer, rate, hyper = store.joins, store.sent_optimizer, store.sent_rate, store.hyper
-    sent = optimizer.value or hyper
-    maps = ({}, {}, {}) if sent is None else (dict(sent.values), dict(sent.lr_mult), dict(sent.wd_mult))
-    return p.CopyStore(
-        store.name,
-        store.restored,
-        store.stamps,
-        _by_text({} if life is None else life.closed),
-        joins.over,
-        _by_text(joins.last),
-        _by_text(joins.made),
-        "" if sent is None else sent.name,
-        *maps,
-        optimizer.calls,
-        optimizer.after,
-        0.0 if hyper is None else hyper.number("lr"),
-        rate.value,
-        rate.calls,
-        rate.after,
-        tuple([_refusal(*kept) for kept in store.refusals.kept(REFUSALS_MAX)]),
-    )
-
-
-def _refusal(kind: Hashable, refused: RefusedCall) -> p.CopiedRefusal:
-    what = kind if isinstance(kind, str) else str(cast("tuple[str]", kind)[0])
-    return p.CopiedRefusal(what, isinstance(kind, str), *refused.attempt, refused.code, refused.text)
-
-
-def copied_key(store: ServerStore, key: str) -> p.CopiedKey:
-    """Return a key as the standby is told of it."""
-    shard = store.shards[key]
-    loading, (rank, incarnation) = shard.loading
-    dtype, shape = BY_NAME[shard.spec.dtype].id, shard.spec.shape
-    loaded = tuple([shard.empty.get(piece, -1) + 1 for piece in shard.pieces])
-    return p.CopiedKey(
-        key,
-        dtype,
-        shape,
-        shard.start,
-        shard.count,
-        shard.call + 1,
-        loading + 1,
-        rank,
-        incarnation,
-        shard.stamp,
-        shard.born,
-        shard.pieces,
-        shard.offsets,
-        loaded,
-    )
-
-
-def settled(span: Span) -> dict[int, int]:
-    """Return the pushes of each rank that are in the values of ``span``."""
-    counts = dict(span.pushed)
-    for round_ in reversed(span.rounds):
-        counts.update(dict.fromkeys(round_.ranks, round_.number))
-    for update in reversed(span.due):
-        counts.update(dict.fromkeys(update.ranks or chain.from_iterable(update.whose), update.number))
-    return counts
-
-
-def _by_text(numbers: dict[int, int]) -> dict[str, int]:
-    return {str(rank): number for rank, number in numbers.items()}

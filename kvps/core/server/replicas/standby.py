@@ -18,6 +18,7 @@ from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
 from kvps.core.server.participation import JoinTracker
+from kvps.core.server.replicas.state import by_rank
 from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.store import Setting, Shard
 from kvps.dtypes import BY_ID, Spec
@@ -161,8 +162,8 @@ class Follower:
         store.restored, store.stamps = message.restored, message.stamps
         life = self._control.ended.of(store.name)
         assert life is not None, "it began with the store"
-        life.closed = _by_rank(message.closed)
-        last, made = _by_rank(message.joins_last), _by_rank(message.joins_made)
+        life.closed = by_rank(message.closed)
+        last, made = by_rank(message.joins_last), by_rank(message.joins_made)
         store.joins = JoinTracker(message.joins_over, last, made)
         for what, is_key, call, refused, code, text in message.refusals:
             store.refusals.put(what if is_key else (what,), RefusedCall(Attempt(call, refused), code, text))
@@ -230,10 +231,6 @@ class Follower:
             store.restore(chunk, start, stop, message.step, states)
         for span in chunk.cut(start, stop):
             span.version, span.step = message.version, message.step
-            span.pushed = _by_rank(message.pushed)
-            span.head_start, span.clock_from = _by_rank(message.head_start), _by_rank(message.clock_from)
+            span.pushed = by_rank(message.pushed)
+            span.head_start, span.clock_from = by_rank(message.head_start), by_rank(message.clock_from)
         self.copied_bytes += sum([frame.nbytes for frame in payload])
-
-
-def _by_rank(numbers: dict[str, int]) -> dict[int, int]:
-    return {int(rank): number for rank, number in numbers.items()}

@@ -11,10 +11,11 @@ import torch
 from kvps import protocol as p
 from kvps.compression.spec import INT8, CodecSpec
 from kvps.core.effects import Connect, Effect, Exit, Note, Send
-from kvps.core.placement import home
+from kvps.core.placement import EMBEDDING, home
 from kvps.core.server.participation import KEPT_S
 from kvps.core.server.replicas import primary
 from kvps.core.server.replicas.primary import AGAIN_S, DISMISS_S
+from kvps.core.server.replicas.state import why_not
 from kvps.core.server.snapshot.storage import Loaded, Read
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Message, Packet
@@ -302,13 +303,13 @@ def test_a_job_whose_workers_come_and_go_is_not_copied() -> None:
 def test_tables_and_optimizers_that_track_pulls_cannot_be_copied() -> None:
     pair, _ = trained()
     store = pair.primary.server.context.stores["kv"]
-    assert not primary.why_not(store)
+    assert not why_not(store)
     pair.do(0, optimizing("dcasgd", 2, True, lr=0.5))
-    assert "depends on what workers have pulled" in primary.why_not(store)
+    assert "depends on what workers have pulled" in why_not(store)
     store.updater = None
     store.shards["\0table"] = store.shards["w"]
-    store.shards = {primary.EMBEDDING + "t": store.shards["w"]}
-    assert "has embedding tables" in primary.why_not(store)
+    store.shards = {EMBEDDING + "t": store.shards["w"]}
+    assert "has embedding tables" in why_not(store)
 
 
 def test_stores_and_keys_come_and_go() -> None:

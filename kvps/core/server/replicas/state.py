@@ -1,0 +1,105 @@
+"""The state of a store, a key and a span as a standby is told of it, and which stores cannot be copied."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from itertools import chain
+from typing import cast
+
+from kvps import protocol as p
+from kvps.core.placement import EMBEDDING
+from kvps.core.refusals import RefusedCall
+from kvps.core.server.chunks.rounds import Span
+from kvps.core.server.participation import StoreLife
+from kvps.core.server.store import ServerStore
+from kvps.dtypes import BY_NAME
+
+REFUSALS_MAX = 64
+
+
+def why_not(store: ServerStore) -> str:
+    """Return why a store cannot be copied; empty if it can."""
+    opened, name = store.opened, f"store {store.name!r}"
+    if opened.on_nonfinite != "apply":
+        return f"{name} drops updates that are not finite"
+    if opened.late == "next":
+        return f"{name} counts late pushes in the next round"
+    if store.updater is not None and store.updater.tracks_pulls:
+        return f"the optimizer of {name} depends on what workers have pulled"
+    if any(key.startswith(EMBEDDING) for key in store.shards):
+        return f"{name} has embedding tables"
+    return ""
+
+
+def settings_of(store: ServerStore, life: StoreLife | None) -> p.CopyStore:
+    """Return the settings of a store as the standby is told them."""
+    joins, optimizer, rate, hyper = store.joins, store.sent_optimizer, store.sent_rate, store.hyper
+    sent = optimizer.value or hyper
+    maps = ({}, {}, {}) if sent is None else (dict(sent.values), dict(sent.lr_mult), dict(sent.wd_mult))
+    return p.CopyStore(
+        store.name,
+        store.restored,
+        store.stamps,
+        by_text({} if life is None else life.closed),
+        joins.over,
+        by_text(joins.last),
+        by_text(joins.made),
+        "" if sent is None else sent.name,
+        *maps,
+        optimizer.calls,
+        optimizer.after,
+        0.0 if hyper is None else hyper.number("lr"),
+        rate.value,
+        rate.calls,
+        rate.after,
+        tuple([_refusal(*kept) for kept in store.refusals.kept(REFUSALS_MAX)]),
+    )
+
+
+def _refusal(kind: Hashable, refused: RefusedCall) -> p.CopiedRefusal:
+    what = kind if isinstance(kind, str) else str(cast("tuple[str]", kind)[0])
+    return p.CopiedRefusal(what, isinstance(kind, str), *refused.attempt, refused.code, refused.text)
+
+
+def copied_key(store: ServerStore, key: str) -> p.CopiedKey:
+    """Return a key as the standby is told of it."""
+    shard = store.shards[key]
+    loading, (rank, incarnation) = shard.loading
+    dtype, shape = BY_NAME[shard.spec.dtype].id, shard.spec.shape
+    loaded = tuple([shard.empty.get(piece, -1) + 1 for piece in shard.pieces])
+    return p.CopiedKey(
+        key,
+        dtype,
+        shape,
+        shard.start,
+        shard.count,
+        shard.call + 1,
+        loading + 1,
+        rank,
+        incarnation,
+        shard.stamp,
+        shard.born,
+        shard.pieces,
+        shard.offsets,
+        loaded,
+    )
+
+
+def settled(span: Span) -> dict[int, int]:
+    """Return the pushes of each rank that are in the values of ``span``."""
+    counts = dict(span.pushed)
+    for round_ in reversed(span.rounds):
+        counts.update(dict.fromkeys(round_.ranks, round_.number))
+    for update in reversed(span.due):
+        counts.update(dict.fromkeys(update.ranks or chain.from_iterable(update.whose), update.number))
+    return counts
+
+
+def by_text(numbers: dict[int, int]) -> dict[str, int]:
+    """Return numbers of ranks as a message has them: its maps have text as keys."""
+    return {str(rank): number for rank, number in numbers.items()}
+
+
+def by_rank(numbers: dict[str, int]) -> dict[int, int]:
+    """Return what :func:`by_text` was given."""
+    return {int(rank): number for rank, number in numbers.items()}
