@@ -6,17 +6,19 @@ nor notices its end. It imports no code of servers or trainers.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +52,9 @@ DIFFERENCES_MAX = 20
 NUMBER_MAX = 2**62
 ONCE_S = 1.0
 """Seconds for an answer to a wait() that asks once."""
+CANCEL_EVERY_S = 0.05
+
+T = TypeVar("T")
 
 Copy = tuple[int, int, int]
 """Where bytes go, where they begin in an answer, and their number."""
@@ -125,6 +130,8 @@ class Subscription:
         self._reader = Reader(me)
         self._inbox: Inbox[Reader] = Inbox(self._transport)
         self._lock = threading.RLock()
+        self._thread = ThreadPoolExecutor(1, "kvps-subscription")
+        """Runs what tasks of asyncio await."""
         self._pid = os.getpid()
         self._is_closed = False
         self._published: list[Published] = []
@@ -138,34 +145,47 @@ class Subscription:
 
     # --- versions -----------------------------------------------------------------------------------
 
-    def wait(self, newer_than: int | None = None, timeout: float | None = None) -> int:
+    def wait(
+        self, newer_than: int | None = None, timeout: float | None = None, *, version: int | None = None
+    ) -> int:
         """Wait for a version, and read that from now on; return its number.
 
         Args:
             newer_than: wait for a version with a higher number; None takes the newest there is.
             timeout: seconds; None waits as long as the servers answer, and 0 asks once.
+            version: wait for this version, and read no newer one: so several readers read the same.
 
         Raises:
-            ConfigError: if ``newer_than`` is no number, or in a process that was forked.
+            ConfigError: if ``newer_than`` or ``version`` is no number, or ``version`` is older than
+                :attr:`version`; or in a process that was forked.
             Timeout: if there is none in time; the text says which publications there are.
+            KeyNotFound: if ``version`` is gone.
             SchedulerLost, ServerLost: if the job is over, or does not answer for 60 s.
         """
-        least: Any = newer_than or 0
-        if not isinstance(least, int) or least >= NUMBER_MAX:
-            raise ConfigError(f"wait(newer_than={newer_than!r}): expected the number of a version, or None")
+        for word, given in (("newer_than", newer_than), ("version", version)):
+            value: Any = given or 0
+            if not isinstance(value, int) or value >= NUMBER_MAX:
+                raise ConfigError(f"wait({word}={given!r}): expected the number of a version, or None")
+        if version is not None and version < (self.version or 1):
+            raise ConfigError(
+                f"wait(version={version}): the subscription to {self.name!r} reads version {self.version}, "
+                "and never an older one; make another subscription"
+            )
+        least = version - 1 if version is not None else newer_than or 0
         is_once = timeout is not None and timeout <= 0
         with self._lock:
             limit_s = float("inf") if timeout is None else ONCE_S if is_once else timeout
             until = time.monotonic() + limit_s
             while True:
                 newer = max(least, (self.version or 1) - 1)
-                number, self.age_s = self._watch(newer, until, is_once)
+                newest, self.age_s = self._watch(newer, until, is_once)
+                number = version or newest
                 if number == self.version:
                     return number
                 try:
                     self._retain(number, until)
                 except KeyNotFound:
-                    if time.monotonic() >= until:
+                    if time.monotonic() >= until or version is not None:
                         raise
                     continue  # it was the newest when we heard of it
                 return number
@@ -339,12 +359,60 @@ class Subscription:
                     self._ask(asks, time.monotonic() + 1.0, "close()")
             self._is_closed, self._tensors, self._memory = True, None, None
             self._transport.close(0.2)
+            self._thread.shutdown(wait=False)
 
     def __enter__(self) -> Subscription:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # --- asyncio ----------------------------------------------------------------------------------------
+
+    async def wait_async(
+        self, newer_than: int | None = None, timeout: float | None = None, *, version: int | None = None
+    ) -> int:
+        """Await :meth:`wait` in another thread; a task that is cancelled ends the wait, and nothing else.
+
+        Example:
+            >>> async with kvps.subscribe("policy") as policy:  # doctest: +SKIP
+            ...     async for version in policy:  # every version that is the newest by then
+            ...         await policy.load_async(model)
+        """
+        return await self._awaited(partial(self.wait, newer_than, timeout, version=version))
+
+    async def load_async(
+        self,
+        module: torch.nn.Module | Mapping[str, torch.Tensor],
+        *,
+        strict: bool = True,
+        timeout: float | None = None,
+    ) -> int:
+        """Await :meth:`load` in another thread."""
+        return await self._awaited(partial(self.load, module, strict=strict, timeout=timeout))
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        while True:
+            yield await self.wait_async(newer_than=self.version)
+
+    async def __aenter__(self) -> Subscription:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._awaited(self.close)
+
+    async def _awaited(self, call: Callable[[], T]) -> T:
+        if self._is_closed or os.getpid() != self._pid:
+            return call()  # it says so
+        future = asyncio.get_running_loop().run_in_executor(self._thread, call)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            while not future.done():  # the call may begin to listen only now
+                self._inbox.put(Reader.cancel)
+                await asyncio.wait([future], timeout=CANCEL_EVERY_S)
+            future.exception()  # nobody else looks at it
+            raise
 
     def __repr__(self) -> str:
         return f"<kvps.Subscription {self.name!r} version {self.version}>"

@@ -119,6 +119,11 @@ class Reader(Core):
             link.queued.clear()
             link.sent.clear()
 
+    def cancel(self, now: float) -> None:
+        """End the call that is under way, if there is one."""
+        if self._is_begun and self.error is None:
+            self._fail(Timeout(f"{self._what} was cancelled"), now)
+
     def on_packet(self, route: Route, packet: Packet, now: float) -> None:
         """The scheduler or a server said something."""
         message = packet.message

@@ -1,5 +1,6 @@
 """publish() and subscribe(): weights for processes that are no members, over real sockets and shared memory."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -358,3 +359,44 @@ def test_a_reader_imports_no_code_of_servers_and_trainers() -> None:
         "kvps.trainer",
     )
     assert not [name for name in modules if name.startswith(others)]
+
+
+def test_several_readers_read_the_version_that_they_are_told() -> None:
+    with kvps.create("dist_sync") as kv, kvps.subscribe("policy") as policy, kvps.subscribe("policy") as other:
+        values = torch.randn(3, 50)
+        for number in (0, 1, 2):
+            kv.publish("policy", {"w": values[number]})
+        assert policy.wait(version=2, timeout=LIMIT_S) == 2 == policy.load({"w": (got := torch.zeros(50))})
+        assert torch.equal(got, values[1])
+        with pytest.raises(kvps.KeyNotFound, match="version 1 of 'policy' is gone"):
+            other.wait(version=1, timeout=LIMIT_S)
+        assert other.wait(timeout=LIMIT_S) == 3
+        with pytest.raises(kvps.ConfigError, match="reads version 3, and never an older one"):
+            other.wait(version=2)
+        with pytest.raises(kvps.Timeout, match="no version of 'policy' that is newer than 3"):
+            other.wait(version=4, timeout=0.1)
+
+
+def test_tasks_await_versions_and_a_cancelled_wait_harms_nothing() -> None:
+    with kvps.create("dist_sync") as kv:
+        values = torch.randn(4, 50)
+
+        async def read() -> None:
+            async with kvps.subscribe("policy") as policy:
+                waits = asyncio.create_task(policy.wait_async())
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(waits, 0.2)
+                got = torch.zeros(50)
+                await asyncio.to_thread(kv.publish, "policy", {"w": values[0]})
+                async for version in policy:
+                    assert await policy.load_async({"w": got}) == version
+                    assert torch.equal(got, values[version - 1])
+                    if version == len(values):
+                        break
+                    await asyncio.to_thread(kv.publish, "policy", {"w": values[version]})
+                with pytest.raises(kvps.Timeout, match="newer than 4"):
+                    await policy.wait_async(newer_than=4, timeout=0.1)
+            with pytest.raises(kvps.ConfigError, match="is closed"):
+                await policy.wait_async()
+
+        asyncio.run(asyncio.wait_for(read(), LIMIT_S))

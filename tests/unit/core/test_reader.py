@@ -220,3 +220,14 @@ def test_every_wait_ends_by_an_error_that_says_for_whom() -> None:
     assert ended(stage.wait(LOST_S + 1))
     assert isinstance(stage.core.error, ServerLost)
     assert "server 1 at tcp://s:2 has said nothing for 60 s" in str(stage.core.error)
+
+
+def test_cancelled_call_ends_at_once_and_only_while_it_lasts() -> None:
+    stage = Stage()
+    stage.joined()
+    stage.core.forget()
+    assert not taken(stage.core, stage.core.cancel(stage.now)), "no call is under way"
+    stage.begin(0)
+    assert ended(taken(stage.core, stage.core.cancel(stage.now)))
+    assert isinstance(stage.core.error, Timeout) and str(stage.core.error) == "wait() was cancelled"
+    assert not taken(stage.core, stage.core.cancel(stage.now)), "it has ended"
