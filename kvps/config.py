@@ -17,9 +17,8 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kvps.core.limits import TABLE, Limit, Limits, limits_of_role
-from kvps.core.liveness import SILENCE_MAX_S, SILENT_AFTER_S
+from kvps.core.liveness import DROP_GRACE_S, SILENCE_MAX_S, SILENT_AFTER_S
 from kvps.core.membership_client import JOIN_MAX_S
-from kvps.core.scheduler.seat import DROP_GRACE_S
 from kvps.errors import ConfigError
 
 DEFAULT_SCHEDULER = "tcp://127.0.0.1:9091"

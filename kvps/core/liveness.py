@@ -12,6 +12,8 @@ SILENT_AFTER_S = 3.0
 """Seconds without a beat after which a member is called silent; members beat once a second."""
 SILENCE_MAX_S = 12.0
 """Seconds without a beat after which a member counts as lost, unless the operator set another limit."""
+DROP_GRACE_S = 1.0
+"""How long a member may be without a connection: it may have opened another."""
 QUIET_AFTER_S = 60.0
 """A script that called nothing for so long, and waits for nothing, is worth a line of log."""
 WAITS_AFTER_S = 3.0

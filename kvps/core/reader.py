@@ -18,7 +18,6 @@ from kvps.core.membership_client import ASK_DOCTOR, EXIT_TEMPORARY, SCHEDULER, I
 from kvps.errors import (
     KvpsError,
     Mismatch,
-    ProtocolError,
     SchedulerLost,
     ServerLost,
     Timeout,
@@ -57,6 +56,10 @@ class Link:
     is_ready: bool = False
     greeted_at: float = -math.inf
     heard_at: float = 0.0
+    served_at: float = 0.0
+    """When it last answered a request, other than by a refusal."""
+    refusal: str = ""
+    """The last refusal since then."""
     queued: deque[Ask] = field(default_factory=deque)
     sent: dict[int, Ask] = field(default_factory=dict)
     """By seq."""
@@ -104,7 +107,7 @@ class Reader(Core):
         self.error, self._until, self._what, self._began_at = None, until, what, now
         self._is_begun = True
         for link in self._links.values():
-            link.heard_at = now
+            link.heard_at, link.served_at, link.refusal = now, now, ""
         for ask in asks:
             self._links[ask.server].queued.append(ask)
         if not self._is_connected:
@@ -139,6 +142,7 @@ class Reader(Core):
                 case p.Error():
                     self._on_error(link, message, now)
                 case p.Answer() if message.seq in link.sent:
+                    link.served_at, link.refusal = now, ""
                     ask = link.sent[message.seq]
                     if ask.take(packet):
                         link.sent.pop(message.seq, None)
@@ -157,7 +161,7 @@ class Reader(Core):
             self._fail(self._lost_scheduler(), now)
             return
         for number, link in waits.items():
-            if now >= max(link.heard_at, self._began_at) + LOST_S:
+            if now >= max(link.served_at, self._began_at) + LOST_S:
                 self._fail(self._lost_server(number), now)
                 return
         if not self.servers or any(now >= link.heard_at + LATE_S for link in waits.values()):
@@ -205,8 +209,8 @@ class Reader(Core):
     def _on_error(self, link: Link, message: p.Error, now: float) -> None:
         error = from_code(message.code, message.text)
         ask = link.sent.pop(message.seq, None)
-        if isinstance(error, Mismatch) or (isinstance(error, ProtocolError) and "HELLO" in message.text):
-            link.is_ready = False  # it has forgotten us, or is of another job by now
+        if isinstance(error, Mismatch):  # it has forgotten us, or is of another job by now
+            link.is_ready, link.refusal = False, message.text
             if ask is not None:
                 link.queued.appendleft(ask)
             self._locate(now)
@@ -283,8 +287,11 @@ class Reader(Core):
         )
 
     def _lost_server(self, number: int) -> KvpsError:
+        link, doing = self._links[number], "said nothing"
+        why = "It may have ended; in a job with keys it needs public/reader.pub in its --keys"
+        if link.refusal:
+            doing, why = "answered no request", f"It says: {link.refusal}"
         return ServerLost(
-            f"{self._what}: server {number} at {self._links[number].endpoint} has said nothing for "
-            f"{LOST_S:.0f} s. It may have ended; in a job with keys it needs public/reader.pub in its "
-            "--keys. Call again to wait on"
+            f"{self._what}: server {number} at {link.endpoint} has {doing} for {LOST_S:.0f} s. {why}. "
+            "Call again to wait on"
         )

@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from kvps.core.counts import Counts, Durations
 from kvps.core.effects import Core
-from kvps.core.scheduler.figures.measurements import ServerFigures
 from kvps.net.transport import Refusals
+
+if TYPE_CHECKING:
+    from kvps.core.scheduler.figures.measurements import ServerFigures
 
 C = TypeVar("C", bound=Core)
 C_co = TypeVar("C_co", bound=Core, covariant=True)

@@ -23,10 +23,10 @@ from kvps import __version__, annexes, config
 from kvps.checkpoint import atomic_file
 from kvps.core.effects import Exit, Finish
 from kvps.core.limits import Limits
-from kvps.core.liveness import SILENCE_MAX_S
+from kvps.core.liveness import DROP_GRACE_S, SILENCE_MAX_S
 from kvps.core.scheduler.job import CONCLUDED, Suspect
 from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler
-from kvps.core.scheduler.seat import DROP_GRACE_S, GOES_ON, REBUILDS, REPLACE_MAX_S, SEATS, Settings
+from kvps.core.scheduler.seat import GOES_ON, REBUILDS, REPLACE_MAX_S, SEATS, Settings
 from kvps.errors import ConfigError, KvpsError, StorageError
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, Listener, drive

@@ -354,6 +354,7 @@ def test_a_reader_imports_no_code_of_servers_and_trainers() -> None:
     others = (
         "kvps.core.server",
         "kvps.core.worker",
+        "kvps.core.scheduler",
         "kvps.store",
         "kvps.torch",
         "kvps.trainer",
@@ -362,7 +363,11 @@ def test_a_reader_imports_no_code_of_servers_and_trainers() -> None:
 
 
 def test_several_readers_read_the_version_that_they_are_told() -> None:
-    with kvps.create("dist_sync") as kv, kvps.subscribe("policy") as policy, kvps.subscribe("policy") as other:
+    with (
+        kvps.create("dist_sync") as kv,
+        kvps.subscribe("policy") as policy,
+        kvps.subscribe("policy") as other,
+    ):
         values = torch.randn(3, 50)
         for number in (0, 1, 2):
             kv.publish("policy", {"w": values[number]})

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from kvps.core.effects import Route
 from kvps.core.limits import Limits
-from kvps.core.liveness import SILENCE_MAX_S, SILENT_AFTER_S, Progress
+from kvps.core.liveness import DROP_GRACE_S, SILENCE_MAX_S, SILENT_AFTER_S, Progress
 from kvps.core.membership_client import BeatFigures
 from kvps.core.texts import shown
 from kvps.errors import ConfigError
@@ -42,8 +42,6 @@ NAME_MAX = 200
 """Seats of a job, and bytes of a host, an endpoint or a reason: a view must fit into a head."""
 REPLACE_MAX_S = 30.0
 """Nobody waits for a lost worker once all others have ended, so its servers soon end, too."""
-DROP_GRACE_S = 1.0
-"""How long a member may be without a connection: it may have opened another."""
 
 
 class State(enum.Enum):

@@ -335,7 +335,7 @@ class Publications:
         """Judge a packet of a reader by its envelope.
 
         Raises:
-            Mismatch, ProtocolError: if it is of another job, or has not said HELLO.
+            Mismatch: if it is of another job, or has not said HELLO.
         """
         if self._member.welcome is None:
             return False
@@ -344,7 +344,7 @@ class Publications:
                 f"{self._context.me} serves another job than this reader reads from; ask the scheduler"
             )
         if kind is not p.Hello and (envelope.rank, envelope.incarnation) not in self.readers:
-            raise ProtocolError(f"{self._context.me} expects HELLO first from a reader")
+            raise Mismatch(f"{self._context.me} expects HELLO first from a reader")
         return True
 
     def on_reader(self, route: Route, packet: Packet, now: float) -> None:

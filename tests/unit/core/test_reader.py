@@ -6,7 +6,7 @@ from kvps import protocol as p
 from kvps.core.effects import Connect, Effect, Exit, Note, Send
 from kvps.core.membership_client import Identity
 from kvps.core.reader import AGAIN_S, LATE_S, LOST_S, WINDOW, Ask, Reader
-from kvps.errors import KeyNotFound, Mismatch, ProtocolError, SchedulerLost, ServerLost, Timeout, Unauthorized
+from kvps.errors import KeyNotFound, Mismatch, SchedulerLost, ServerLost, Timeout, Unauthorized
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from tests.support.effects import taken
 
@@ -129,7 +129,7 @@ def test_server_that_has_forgotten_the_reader_is_greeted_again() -> None:
     stage.joined()
     stage.begin(0)
     ((_, seq),) = said(stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0"), p.Watch)
-    for error in (ProtocolError("server 0 expects HELLO first"), Mismatch("another job")):
+    for error in (Mismatch("server 0 expects HELLO first"), Mismatch("another job")):
         stage.wait(2 * AGAIN_S)
         effects = stage.hear(p.Error(seq, error.code, str(error)), "server 0")
         assert said(effects, p.Hello)
@@ -229,5 +229,19 @@ def test_cancelled_call_ends_at_once_and_only_while_it_lasts() -> None:
     assert not taken(stage.core, stage.core.cancel(stage.now)), "no call is under way"
     stage.begin(0)
     assert ended(taken(stage.core, stage.core.cancel(stage.now)))
-    assert isinstance(stage.core.error, Timeout) and str(stage.core.error) == "wait() was cancelled"
+    assert isinstance(stage.core.error, Timeout)
+    assert str(stage.core.error) == "wait() was cancelled"
     assert not taken(stage.core, stage.core.cancel(stage.now)), "it has ended"
+
+
+def test_server_that_refuses_again_and_again_is_given_up() -> None:
+    stage, effects = Stage(), list[Effect]()
+    stage.joined()
+    stage.begin(0)
+    until = stage.now + LOST_S + 2 * AGAIN_S
+    while stage.now < until and not ended(effects):
+        for _, seq in said(stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0"), p.Watch):
+            stage.hear(p.Error(seq, Mismatch.code, "server 0 serves another job"), "server 0")
+        effects = stage.wait(AGAIN_S)
+    assert isinstance(stage.core.error, ServerLost)
+    assert "has answered no request for 60 s. It says: server 0 serves another job" in str(stage.core.error)

@@ -222,7 +222,7 @@ def test_versions_outlive_a_return_to_a_cut_and_end_with_the_job() -> None:
     assert one.floats(1, 0, 4) == [1.0]
     one.server._begin()
     assert one.bytes == 0
-    fails(one.read(1, 0, 4), ProtocolError, "expects HELLO first")
+    fails(one.read(1, 0, 4), Mismatch, "expects HELLO first")
 
 
 # --- readers --------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_retained_version_stays_until_its_reader_moves_on_or_is_silent() -> None
     one.take(one.server.on_timer(one.now))
     assert one.held == [4]
     assert not one.server.publications.readers
-    fails(one.read(4, 0, 4), ProtocolError, "expects HELLO first")
+    fails(one.read(4, 0, 4), Mismatch, "expects HELLO first")
     one.greet(0)
     fails(one.reader(0, p.Retain("nix", 1)), KeyNotFound, "version 1 of 'nix' is gone (none is the newest)")
     one.put(5, 5.0)
@@ -379,8 +379,8 @@ def test_readers_and_their_requests_are_limited(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("act", "error", "text"),
     [
-        (lambda one: one.reader(9, p.Watch("policy", 0)), ProtocolError, "expects HELLO first"),
-        (lambda one: one.reader(0, p.Watch("policy", 0), life=1), ProtocolError, "expects HELLO first"),
+        (lambda one: one.reader(9, p.Watch("policy", 0)), Mismatch, "expects HELLO first"),
+        (lambda one: one.reader(0, p.Watch("policy", 0), life=1), Mismatch, "expects HELLO first"),
         (lambda one: one.reader(0, p.Watch("policy", 0), job=bytes(16)), Mismatch, "serves another job"),
         (lambda one: one.reader(0, p.Probe((1,))), ProtocolError, "a reader may not send Probe"),
         (lambda one: one.reader(0, replace(greeting(role=4), major=9)), ProtocolError, "cannot talk to"),
