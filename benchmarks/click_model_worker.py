@@ -53,6 +53,8 @@ class Task(NamedTuple):
     """Timed steps; WARM_UP come before."""
     optimizer: str
     """Of the tables: a name of RATES. The dense part has sgd."""
+    dtype: str = "float32"
+    """Of the rows that servers of kvps hold."""
 
     @property
     def rate(self) -> float:
@@ -155,7 +157,7 @@ def with_kvps(way: str, task: Task, tower: nn.Module) -> tuple[Lookup, nn.Module
     kv = kvps.create(tables, name="tables")
     rates = {kind: 1.0 if kind == "dist_sync" else 1 / kv.num_workers for kind in (tables, dense)}
     rate = task.rate * rates[tables]  # without rounds each worker's mean is a step of its own
-    hyper = {"init": ("uniform", BOUND), "optimizer": task.optimizer, "lr": rate}
+    hyper = {"init": ("uniform", BOUND), "optimizer": task.optimizer, "lr": rate, "dtype": task.dtype}
     names = [name_of(table) for table in range(task.tables)]
     modules = {name: kvps.torch.Embedding(kv.embedding(name, task.dim, **hyper)) for name in names}
     sgd = torch.optim.SGD(tower.parameters(), lr=DENSE_RATE * rates[dense])

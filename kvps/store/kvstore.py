@@ -684,7 +684,8 @@ class KVStore(KVStoreBase, abc.ABC):
                 pushes count, among some 500,000 other ids.
             evict: the rows to drop: ``{"age": versions}`` drops rows without a push for so many versions,
                 ``{"rows": n}`` the oldest beyond n rows; or both.
-            dtype: type of the rows: float32, float64, or a half type, whose gradients are summed in float32.
+            dtype: type of the rows: float32, float64, or a half type. Rows of a half type are updated in
+                float32 and rounded by chance, without bias; states as long as a row are bfloat16.
             seed: seed of the initial values; None derives it from the name.
             timeout: see :class:`KVStore`.
 

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 from kvps.core.embedding.arena import Slots
-from kvps.core.embedding.id_hash import Ids
+from kvps.core.embedding.id_hash import ROUNDING_SALT, Ids, hashes
 from kvps.core.embedding.id_index import Indexes
 from kvps.core.embedding.id_split import runs
 from kvps.core.embedding.pages import spread
 from kvps.core.embedding.table import EmbeddingRows, fresh_rows
+from kvps.core.optim.rounding import Rounding
 from kvps.core.optim.torch_rules import Terms
 from kvps.tensors import by_row
 
@@ -116,14 +117,21 @@ class AlikeTables:
         if divisor != 1:
             gradients = gradients.div(divisor)
         if len(slots):
-            first = self.tables[0]
-            self._arenas.update(slots, sizes, gradients, first.updater, Terms(step, *first.updater.rates))
+            updater, rounding = self.tables[0].updater, None
+            if self._recipe.is_rounded:
+                rounding = self._rounding(ids if taken is None else ids.take(taken), sizes, step)
+            self._arenas.update(slots, sizes, gradients, updater, Terms(step, *updater.rates), rounding)
             for table, version, (begin, end) in zip(self.tables, versions, _ranges(sizes), strict=True):
                 if begin < end:
                     table.stamp(slots[begin:end], version, version)
         if self._recipe.max_age or self._recipe.max_rows:
             for table, version in zip(self.tables, versions, strict=True):
                 table.evict(version)
+
+    def _rounding(self, ids: Ids, sizes: tuple[int, ...], step: int) -> Rounding:
+        """Return the chances by which the rows of ids are rounded in an update."""
+        rows = hashes(ids, spread(self._seeds, sizes))
+        return Rounding(hashes(rows, ROUNDING_SALT + step))
 
     def _look_up(self, ids: Ids, sizes: tuple[int, ...]) -> _Found:
         slots = self._indexes.find(ids, sizes)

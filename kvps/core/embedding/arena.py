@@ -27,6 +27,7 @@ from kvps.core.embedding.pages import spread, zeros
 from kvps.core.embedding.spec import WEIGHT
 from kvps.core.embedding.stored import Kept
 from kvps.core.optim.base import Terms, Updater
+from kvps.core.optim.rounding import Rounding
 from kvps.core.optim.sparse_update import Placed, update_placed
 from kvps.tensors import at_address, by_row
 
@@ -257,11 +258,17 @@ class ArenaGroup:
         torch.index_select(rows, 0, torch.from_numpy(at), out=out)
 
     def update(
-        self, slots: Slots, sizes: Sequence[int], gradients: torch.Tensor, updater: Updater, terms: Terms
+        self,
+        slots: Slots,
+        sizes: Sequence[int],
+        gradients: torch.Tensor,
+        updater: Updater,
+        terms: Terms,
+        rounding: Rounding | None = None,
     ) -> None:
         """Update the rows at ``slots``, each named once; gradients are only read."""
         placed = self.places_to_write(slots, sizes)
-        update_placed(placed.pop(WEIGHT), placed, gradients, updater, terms, is_read=True)
+        update_placed(placed.pop(WEIGHT), placed, gradients, updater, terms, is_read=True, rounding=rounding)
 
     def write(self, slots: Slots, sizes: Sequence[int], columns: Columns) -> None:
         """Write rows to ``slots``, each named once."""

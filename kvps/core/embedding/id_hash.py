@@ -26,7 +26,7 @@ Seeds: TypeAlias = np.uint64 | Bits
 """A seed for all ids, or the seed of each."""
 
 KINDS = ("zeros", "normal", "uniform")
-SERVER_SALT, INDEX_SALT, COUNT_SALT = 1, 2, 3
+SERVER_SALT, INDEX_SALT, COUNT_SALT, ROUNDING_SALT = 1, 2, 3, 4
 """Salts of the hashes for different purposes, which must be independent."""
 _COLUMN = 0xD1342543DE82EF95
 """Distance between the salts of two columns. Not GOLDEN, or two salts would give the same hashes."""

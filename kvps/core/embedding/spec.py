@@ -155,6 +155,16 @@ class EmbeddingSpec:
             **self.hyper.values,
         }
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether updates are computed in float32, and rounded to a half type by chance."""
+        return BY_NAME[self.dtype].kind == "half" and not self.hyper.flag("multi_precision")
+
+    @property
+    def updated_in(self) -> torch.dtype:
+        """The element type of rows in the optimizer."""
+        return torch.float32 if self.is_rounded else TORCH[self.dtype]
+
     def difference(self, other: EmbeddingSpec) -> str:
         """Return the first argument in which two specifications differ; "" if they agree."""
         theirs = other.arguments
@@ -171,12 +181,24 @@ def columns_of(recipe: EmbeddingSpec) -> dict[str, tuple[torch.dtype, int]]:
         {'weight': (torch.float32, 4), 'sum': (torch.float32, 1)}
     """
     weight = torch.empty((0, recipe.dim), dtype=TORCH[recipe.dtype])
-    columns = {WEIGHT: weight} | new_state(create(recipe.hyper), weight)
+    columns = {WEIGHT: weight} | row_state(recipe, create(recipe.hyper), weight)
     return {name: (column.dtype, column.shape[1]) for name, column in columns.items()}
 
 
+def row_state(recipe: EmbeddingSpec, updater: Updater, weight: torch.Tensor) -> State:
+    """Return the optimizer's states of new rows, [n, dim], by name.
+
+    Where rows are rounded, states are bfloat16, which has the range of float32: the squares of gradients are
+    below that of float16. A state of which a row has one number is float32.
+    """
+    state = new_state(updater, weight.to(recipe.updated_in))
+    if not recipe.is_rounded or updater.is_by_row:
+        return state
+    return {name: column.bfloat16() for name, column in state.items()}
+
+
 def new_state(updater: Updater, weight: torch.Tensor) -> State:
-    """Return the optimizer's states of new rows, [n, dim], by name."""
+    """Return the optimizer's states of rows, [n, width], in the types in which it updates them."""
     if updater.is_by_row:
         return updater.new_state(weight)
     state = updater.new_state(weight.view(-1))

@@ -28,7 +28,7 @@ from kvps.core.embedding.arena import Arenas, Columns, Slots
 from kvps.core.embedding.id_hash import Ids, Seeds
 from kvps.core.embedding.id_index import IdIndex
 from kvps.core.embedding.pages import grown, selected
-from kvps.core.embedding.spec import WEIGHT, Admission, EmbeddingSpec, columns_of, new_state
+from kvps.core.embedding.spec import WEIGHT, Admission, EmbeddingSpec, columns_of, row_state
 from kvps.core.embedding.stored import Kept
 from kvps.core.embedding.tiered import Tier, TieredArenas
 from kvps.core.optim.torch_rules import Updater, create
@@ -115,7 +115,7 @@ class EmbeddingRows:
         updater = create(hyper)
         if hyper.number("lr") <= self._hyper.number("lr"):
             updater.take_over(self.updater)
-        updater.demand(TORCH[self.recipe.dtype])
+        updater.demand(self.recipe.updated_in)
         self._hyper, self.updater = hyper, updater
 
     @property
@@ -143,7 +143,7 @@ class EmbeddingRows:
 
     def new_columns(self, weight: torch.Tensor) -> Columns:
         """Return new rows with these weights, and the optimizer's states of them."""
-        return {WEIGHT: weight} | new_state(self.updater, weight)
+        return {WEIGHT: weight} | row_state(self.recipe, self.updater, weight)
 
     def stamp(self, slots: Slots, versions: int | npt.NDArray[np.int64], newest: int) -> None:
         """Write the versions of rows, of which ``newest`` is the largest."""

@@ -29,6 +29,7 @@ from kvps.core.embedding.pages import grown
 from kvps.core.embedding.spec import WEIGHT
 from kvps.core.embedding.stored import Kept, Octets, RowFile, StoredRows, column_of
 from kvps.core.optim.base import Terms, Updater
+from kvps.core.optim.rounding import Rounding
 from kvps.core.optim.sparse_update import BLOCK_COUNT
 from kvps.errors import StorageError
 
@@ -413,10 +414,17 @@ class TieredGroup(ArenaGroup):
             super().write(places, block, {name: column[some] for name, column in columns.items()})
 
     def update(
-        self, slots: Slots, sizes: Sequence[int], gradients: torch.Tensor, updater: Updater, terms: Terms
+        self,
+        slots: Slots,
+        sizes: Sequence[int],
+        gradients: torch.Tensor,
+        updater: Updater,
+        terms: Terms,
+        rounding: Rounding | None = None,
     ) -> None:
         for some, block, places in self._blocks(slots, sizes, gradients.shape[1]):
-            super().update(places, block, gradients[some], updater, terms)
+            chances = None if rounding is None else rounding[some]
+            super().update(places, block, gradients[some], updater, terms, chances)
 
     def _blocks(
         self, slots: Slots, sizes: Sequence[int], width: int

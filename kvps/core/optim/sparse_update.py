@@ -20,6 +20,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from kvps.core.optim.base import State, Terms, Updater
+from kvps.core.optim.rounding import Rounding
 
 Placed: TypeAlias = tuple[Tensor, Tensor]
 """A tensor [n, width], and which of its rows are meant, int64 [k]."""
@@ -87,10 +88,11 @@ def update_placed(
     terms: Terms,
     *,
     is_read: bool = False,
+    rounding: Rounding | None = None,
 ) -> None:
     """Update rows of a table in place, as :func:`update_rows` does, where each column has them elsewhere.
 
-    With ``is_read``, gradients are only read.
+    With ``is_read``, gradients are only read. With ``rounding``, columns are updated in float32 and rounded.
     """
     tensor, ids = weights
     at_once = max(1, BLOCK_COUNT // max(1, tensor.shape[1]))
@@ -98,6 +100,9 @@ def update_placed(
         some = slice(begin, begin + at_once)
         weight = tensor.index_select(0, ids[some])
         states = {name: column.index_select(0, at[some]) for name, (column, at) in state.items()}
+        stored = {"": weight, **states}
+        if rounding is not None:
+            weight, states = weight.float(), {name: part.float() for name, part in states.items()}
         shape = weight.shape if updater.is_by_row else (-1,)
         updater.apply(
             weight.view(shape),
@@ -105,6 +110,9 @@ def update_placed(
             states if updater.is_by_row else {name: part.view(-1) for name, part in states.items()},
             terms,
         )
+        if rounding is not None:
+            states = rounding[some].rounded({"": weight, **states}, stored)
+            weight = states.pop("")
         tensor.index_copy_(0, ids[some], weight)
         for name, (column, at) in state.items():
             column.index_copy_(0, at[some], states[name])

@@ -81,6 +81,8 @@ class Beside:
         {"optimizer": "adam", "lr": 0.01},
         {"optimizer": "rowwise_adagrad"},
         {"dtype": "float64", "init": ("normal", 0.1)},
+        {"dtype": "bfloat16", "admit": 2},
+        {"dtype": "float16", "optimizer": "adam"},
         {"admit": 2},
         {"evict": {"rows": 300}},
         {"evict": {"age": 4}, "admit": 3},

@@ -94,6 +94,32 @@ def test_halves_are_summed_in_float32_and_may_have_masters() -> None:
     assert block.columns["weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.spec("R530")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_halves_move_by_steps_too_small_for_them_as_float32_does(dtype: str, optimizer: str) -> None:
+    ids, random = np.arange(4096), np.random.default_rng(3)
+    given = {"optimizer": optimizer, "lr": 2e-5 if optimizer == "adam" else 1e-4, "dim": 2, "init": "zeros"}
+    half, again, full = (
+        AlikeTables((EmbeddingRows(recipe(**given, dtype=kind)),)) for kind in (dtype, dtype, "float32")
+    )
+    for step in range(1, 41):
+        scale = 1000.0 if step == 1 else 1.0  # from here on, steps are below the distance of two halves
+        rows = scale + 0.5 * torch.from_numpy(random.standard_normal((len(ids), 2), np.float32))
+        for tables in (half, again, full):
+            tables.push([PushedRows(ids, (len(ids),), rows)], [step], step)
+    found, twice, expected = (
+        tables.tables[0].block(0, 4096, with_state=True).columns for tables in (half, again, full)
+    )
+    assert all(torch.equal(found[name], twice[name]) for name in found)
+    moved, wanted = found["weight"].double(), expected["weight"].double()
+    assert moved.isfinite().all()
+    assert moved.mean().item() == pytest.approx(wanted.mean().item(), rel=2e-3)
+    assert {str(found[name].dtype).removeprefix("torch.") for name in found} - {dtype} <= (
+        {"float32"} if optimizer == "rowwise_adagrad" else {"bfloat16"}
+    )
+
+
 def test_old_rows_are_looked_for_now_and_then() -> None:
     driven = Driven(evict={"age": 32})
     driven.push(1)

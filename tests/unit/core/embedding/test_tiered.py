@@ -16,6 +16,7 @@ from kvps.core.embedding.tiered import PIECE_BYTES, ROW_BYTES, Tier
 from kvps.core.server.snapshot.capture_tables import filled, rows_of
 from kvps.core.server.snapshot.model import SpanHistory, TableSnapshot
 from kvps.errors import StorageError
+from kvps.tensors import TORCH
 from tests.support.memory_disk import MemoryDisk
 
 DIM = 16
@@ -61,7 +62,7 @@ class Pair:
         ids, sizes = self.ids(60)
         ids = np.concatenate([ids, ids[-3:]])
         sizes = (*sizes[:-1], sizes[-1] + 3)
-        outs = [torch.empty(len(ids), DIM, dtype=torch.float32) for _ in range(2)]
+        outs = [torch.empty(len(ids), DIM, dtype=TORCH[self.cold.tables[0].recipe.dtype]) for _ in "ab"]
         for tables, out in zip((self.cold, self.plain), outs, strict=True):
             tables.pull(ids, sizes, out)
         assert torch.equal(*outs)
@@ -84,7 +85,14 @@ def test_rows_of_which_none_is_in_memory_are_read() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"optimizer": "adam"}, {"optimizer": "rowwise_adagrad"}, {"admit": 2}, {"evict": {"rows": 150}}],
+    [
+        {},
+        {"optimizer": "adam"},
+        {"optimizer": "rowwise_adagrad", "dtype": "float16"},
+        {"admit": 2},
+        {"evict": {"rows": 150}},
+        {"dtype": "bfloat16"},
+    ],
 )
 def test_rows_have_the_bits_of_rows_in_memory(given: dict[str, Any]) -> None:
     pair = Pair(**given)
