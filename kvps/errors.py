@@ -34,11 +34,14 @@ class KvpsError(Exception):
         reason: the label of the refusal in the metrics, where it is more than the class; empty in
             a process that was told of the refusal.
         exit_code: of a process that ends by this error.
+        was_raised: the caller knows. Several calls may end with one error; the next call does not raise it
+            once more.
     """
 
     code: ClassVar[int] = 1
     reason: str = ""
     exit_code: int = 1
+    was_raised: bool = False
 
     def __str__(self) -> str:
         # KeyError prints the repr of its argument; an error text is a sentence, not a repr.
@@ -103,8 +106,6 @@ class EpochChanged(KvpsError):
         self.before = before or {}
         self.after = after or {}
         self.has_optimizer = has_optimizer
-        self.was_raised = False
-        """The caller knows; it is not raised again by itself."""
 
 
 class KeyNotFound(KvpsError, KeyError):

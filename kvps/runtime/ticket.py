@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from kvps.errors import EpochChanged, KvpsError
+from kvps.errors import KvpsError
 
 TIMEOUT_S = 300.0
 """Default limit of a call, in seconds."""
@@ -145,8 +145,7 @@ class Ticket:
         if not self._is_ended:
             self._await(self._ended)
         if self.error is not None:
-            if isinstance(self.error, EpochChanged):
-                self.error.was_raised = True
+            self.error.was_raised = True
             raise self.error
         return self.value
 

@@ -25,7 +25,7 @@ from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.core.placement import Part
 from kvps.core.traits import traits_of
 from kvps.core.worker import calls
-from kvps.errors import REFUSED, ConfigError, EpochChanged, KeyNotFound, KvpsError, Mismatch
+from kvps.errors import REFUSED, ConfigError, KeyNotFound, KvpsError, Mismatch
 from kvps.runtime.ticket import Handle, Ticket, finished
 from kvps.store import optimizer_state, publication, table_batch
 from kvps.store.arguments import priority_of, seconds, tag_of, version_of, weight_of
@@ -1136,9 +1136,7 @@ class KVStore(KVStoreBase, abc.ABC):
         """Raise the error of an earlier push whose caller did not wait."""
         while self._later:
             error = self._later.pop(0)
-            if not isinstance(error, EpochChanged):
-                raise error
-            if not error.was_raised:  # several calls end with one
+            if not error.was_raised:
                 error.was_raised = True
                 raise error
 

@@ -28,7 +28,7 @@ from kvps import protocol as p
 from kvps.core.effects import Copied, Finish, Note, Outbox, Send
 from kvps.core.membership_client import SCHEDULER, MembershipClient
 from kvps.core.placement import JOIN_SERVER
-from kvps.core.worker.calls import Call, OnTimeout
+from kvps.core.worker.calls import Call, OnTimeout, PushCall, ReadCall
 from kvps.core.worker.calls.base import Operation
 from kvps.core.worker.connection import PROBE_AFTER_S, Connection, Request, SendScheduler
 from kvps.core.worker.consistent_read import AwaitAcks, LaggingReads
@@ -402,6 +402,17 @@ class CallTable:
         pending.waiting.pop(request, None)
         if pending.ticket in self.pending:
             self._advance(pending, error, now)
+            if pending.has_pushed and pending.ticket not in self.pending:
+                self._end_reads_after(pending, error, now)
+
+    def _end_reads_after(self, push: PendingCall, error: KvpsError, now: float) -> None:
+        """End the reads that wait for a push that is over, and was not applied: its number is free again."""
+        call = push.call
+        assert isinstance(call, PushCall), "others do not push"
+        for later in [entry for entry in self.pending.values() if entry.ticket > push.ticket]:
+            match later.call:
+                case ReadCall(store=call.store, keys=keys) if not set(call.keys).isdisjoint(keys):
+                    self.finish(later, now, error=error)
 
     def taken_in(self, request: Request, now: float) -> None:
         """The server needs ``request`` no more: calls that wait for that go on."""

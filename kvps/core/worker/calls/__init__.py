@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvps.core.worker.calls.base import Call, OnTimeout, PushCall
+from kvps.core.worker.calls.base import Call, OnTimeout, PushCall, ReadCall
 from kvps.core.worker.calls.checkpoint import RejoinStore, RestoreCheckpoint, Restored, TakeCheckpoint
 from kvps.core.worker.calls.collective import AskStatus, Compare, Flush, JoinStore, StandAtBarrier
 from kvps.core.worker.calls.dense import (

@@ -105,6 +105,15 @@ class PushCall(Call):
     keys: tuple[str, ...]
 
 
+@frozen
+class ReadCall(Call):
+    """A call that reads ``keys`` after this rank's own pushes, and changes nothing."""
+
+    on_timeout = OnTimeout.RETRY
+
+    keys: tuple[str, ...]
+
+
 def bulk(
     store: WorkerStore, share: ChunkSlice, message: Load | Push, rows: Rows, priority: Priority = 0
 ) -> Request:

@@ -19,6 +19,7 @@ from kvps.core.worker.calls.base import (
     OnTimeout,
     Operation,
     PushCall,
+    ReadCall,
     Values,
     bulk,
     frozen,
@@ -225,13 +226,11 @@ def _result(
 
 
 @frozen
-class PullValues(Call):
+class PullValues(ReadCall):
     """Pull values after this rank's own pushes; finishes with views if there are no ``sinks``."""
 
     title = "pull()"
-    on_timeout = OnTimeout.RETRY
 
-    keys: tuple[str, ...]
     sinks: Sinks
     priority: Priority
     min_version: int
@@ -287,13 +286,10 @@ class Locate(Call):
 
 
 @frozen
-class Versions(Call):
+class Versions(ReadCall):
     """Finishes with the version of each key: the lowest of its parts."""
 
     title = "version()"
-    on_timeout = OnTimeout.RETRY
-
-    keys: tuple[str, ...]
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan = yield from numbered(store, self.keys)

@@ -28,6 +28,7 @@ from kvps.core.worker.calls.base import (
     OnTimeout,
     Operation,
     PushCall,
+    ReadCall,
     Values,
     demand_numbered_rounds,
     frozen,
@@ -272,16 +273,14 @@ def check_size(names: Sequence[str], groups: tuple[Group, ...], share: Share, se
 
 
 @frozen
-class PullTableRows(Call):
+class PullTableRows(ReadCall):
     """Pull rows of the tables ``keys``, after this rank's own pushes.
 
     Finishes with the rows of each group, [n, dim].
     """
 
     title = "pull() of rows"
-    on_timeout = OnTimeout.RETRY
 
-    keys: tuple[str, ...]
     groups: tuple[Group, ...]
     """The groups of the tables."""
     shares: tuple[Share, ...]

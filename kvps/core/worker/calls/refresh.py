@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from kvps.core.worker import consistent_read
-from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, frozen, numbered
+from kvps.core.worker.calls.base import Operation, ReadCall, Values, frozen, numbered
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step, settle_reads
 from kvps.core.worker.plan import ANY, CopyVersion, Key, PieceLocation, Priority, of_key
@@ -82,13 +82,11 @@ class ChangedRows(ServerPart):
 
 
 @frozen
-class Refresh(Call):
+class Refresh(ReadCall):
     """Bring copies of keys up to date, after this rank's own pushes; finishes with a Fresh for each."""
 
     title = "refresh()"
-    on_timeout = OnTimeout.RETRY
 
-    keys: tuple[str, ...]
     sinks: tuple[torch.Tensor | None, ...]
     """Tensors for keys that have to be read as a whole; None for a new tensor."""
     marks: tuple[CopyVersion | None, ...]

@@ -21,10 +21,9 @@ from kvps import protocol as p
 from kvps.core.row_gradients import add_rows
 from kvps.core.worker import consistent_read
 from kvps.core.worker.calls.base import (
-    Call,
-    OnTimeout,
     Operation,
     PushCall,
+    ReadCall,
     Values,
     demand_numbered_rounds,
     frozen,
@@ -212,13 +211,11 @@ class NamedRows(ServerPart):
 
 
 @frozen
-class PullKeyRows(Call):
+class PullKeyRows(ReadCall):
     """Pull some rows of each key after this rank's own pushes; finishes with a tensor [k, width] for each."""
 
     title = "row_sparse_pull()"
-    on_timeout = OnTimeout.RETRY
 
-    keys: tuple[str, ...]
     ids: tuple[torch.Tensor, ...]
     """Row numbers of each key, int64 [k], ascending, each once and in the key."""
     places: tuple[torch.Tensor, ...]

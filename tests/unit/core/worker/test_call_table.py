@@ -7,7 +7,7 @@ from kvps.core.effects import Copied, Effect, Exit
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
 from kvps.core.worker.call_table import LATE_MAX
-from kvps.errors import ConfigError, Fenced, KvpsError, Mismatch, Timeout, WorkerLost
+from kvps.errors import ConfigError, Fenced, KvpsError, Mismatch, Overload, Timeout, WorkerLost
 from kvps.protocol.envelope import WINDOW, Node, Role
 from kvps.protocol.membership import (
     Barrier,
@@ -238,6 +238,18 @@ class TestRefusals:
         one.server(0, Error(one.seqs(Push, 0)[0], Mismatch.code, "first"))
         one.server(1, Error(one.seqs(Push, 1)[0], Mismatch.code, "second"))
         assert str(one.error(ticket)) == "first"
+
+    def test_of_a_push_end_the_reads_of_its_keys_that_wait_for_it(self) -> None:
+        one = small()
+        before = one.call(pull({"w": torch.zeros(4)}))
+        refused = one.call(push({"w": torch.rand(4)}))
+        after = [one.call(pull({"w": torch.zeros(4)})), one.call(calls.Versions("kv", ("w",)))]
+        one.server(0, Error(one.seqs(Push)[0], Overload.code, "too much memory"))
+        for ticket in [refused, *after]:
+            assert isinstance(one.error(ticket), Overload)
+        assert one.finish(before) is None
+        again = one.call(pull({"w": torch.zeros(4)}))
+        assert one.finish(again) is None, "its number is asked first"
 
     def test_of_the_other_parts_are_no_warnings(self) -> None:
         one = Bench()
