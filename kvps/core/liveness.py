@@ -14,6 +14,10 @@ SILENCE_MAX_S = 12.0
 """Seconds without a beat after which a member counts as lost, unless the operator set another limit."""
 DROP_GRACE_S = 1.0
 """How long a member may be without a connection: it may have opened another."""
+SUSPECTED_AFTER_S = 0.75
+"""Seconds without a beat after which it is asked whether the host of a server with a copy still answers."""
+SUSPECTED_AGAIN_S = 1.0
+"""Seconds after which that is asked again."""
 QUIET_AFTER_S = 60.0
 """A script that called nothing for so long, and waits for nothing, is worth a line of log."""
 WAITS_AFTER_S = 3.0

@@ -21,6 +21,8 @@ from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Ro
 SCHEDULER: Route = "scheduler"
 _envelope = maker(Envelope)
 BEAT_EVERY_S = 1.0
+COPY_BEAT_EVERY_S = 0.25
+"""The same of a server that has a copy, or is one: it need not be silent for long."""
 STILL_S = 5.0
 """A process whose timer rings so late was stopped itself, and received nothing in that time."""
 JOIN_MAX_S = 60.0
@@ -384,7 +386,7 @@ class MembershipClient:
         self._last_timer_at = now
         if now < self._next_beat or self.stopped or self.left or self.error:
             return
-        self._next_beat = now + BEAT_EVERY_S
+        self._next_beat = now + (BEAT_EVERY_S if self.standing is None else COPY_BEAT_EVERY_S)
         self._say_that_it_waits(now)
         if self.welcome is not None:
             figures = self.figures()._asdict()

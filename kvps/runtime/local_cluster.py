@@ -39,7 +39,7 @@ from kvps.runtime.key_files import KeyMemory, Section, generate, of
 from kvps.runtime.member_process import own_identity
 from kvps.runtime.open_stores import OpenStores
 from kvps.runtime.scheduler_process import THIS_PROCESS
-from kvps.runtime.suspicion import look_into
+from kvps.runtime.suspicion import Suspicions
 from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.transport import open_transport
 from kvps.runtime.worker_session import WorkerSession, worker_session
@@ -349,13 +349,13 @@ class _Listener(Listener):
     """In a cluster with copies: begins a standby where a server has got its seat, and looks into suspects."""
 
     def __init__(self, begin: Callable[[], None], inbox: Inbox[Any]) -> None:
-        self._begin, self._inbox = begin, inbox
+        self._begin, self._inbox, self._suspicions = begin, inbox, Suspicions()
 
     def finish(self, effect: Finish) -> None:
         if effect.ticket == SEATED:
             threading.Thread(target=self._begin, daemon=True).start()
         elif isinstance(effect.value, Suspect):
-            look_into(effect.value, self._inbox)
+            self._suspicions.look_into(effect.value, self._inbox)
 
 
 def _lens(core: Core, transport: Transport) -> tuple[Any, Lens]:

@@ -37,7 +37,7 @@ from kvps.observe.place import Place
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
 from kvps.runtime.member_process import on_stop, report, serving_if_asked
-from kvps.runtime.suspicion import look_into
+from kvps.runtime.suspicion import Suspicions
 
 log = logging.getLogger("kvps")
 STATE_FILE = "scheduler.state"
@@ -251,6 +251,7 @@ class _Listener(Listener):
     def __init__(self, kept: StateStorage | None, tell: Tell) -> None:
         self.kept, self.tell = kept, tell
         self.inbox: Inbox[Scheduler] | None = None
+        self._suspicions = Suspicions()
 
     def save(self, state: bytes) -> None:
         if self.kept is not None:
@@ -259,7 +260,7 @@ class _Listener(Listener):
     def finish(self, effect: Finish) -> None:
         if isinstance(effect.value, Suspect):
             assert self.inbox is not None
-            look_into(effect.value, self.inbox)
+            self._suspicions.look_into(effect.value, self.inbox)
         elif effect.ticket in _EVENTS:
             self.tell(_EVENTS[effect.ticket], effect.value)
 

@@ -20,6 +20,8 @@ from tests.integration.processes import BIN, Process, Processes, until
 log = logging.getLogger(__name__)
 PORT = 9091
 NOTICED_MAX_S = 15.0
+SILENT_MAX_S = 6.0
+"""The bound of a loaded machine: an idle one takes 1.3 s."""
 WORKERS = 2
 
 
@@ -44,17 +46,22 @@ class Spread:
         self.scheduler_at = f"tcp://{hosts.address(0)}:{PORT}"
         self.members: list[Process] = []
 
-    def start(self, command: Sequence[object]) -> None:
-        """Start all of it; the workers run ``command``."""
-        here, there = f"tcp://{self._hosts.address(0)}", ("--scheduler", self.scheduler_at)
+    def start(
+        self, command: Sequence[object], servers: Sequence[int] = (0,), workers: Sequence[int] = (1, 2)
+    ) -> None:
+        """Start all of it on these hosts, with copies of several servers; the workers run ``command``."""
+        there = ("--scheduler", self.scheduler_at)
         flags = (
-            *("--workers", WORKERS, "--servers", 1),
+            *("--workers", WORKERS, "--servers", len(servers), "--replicas", len(servers) - 1),
             *("--bind", self.scheduler_at, "--insecure", "--log-level", "info"),
         )
         self.scheduler = self._start(0, "scheduler", *flags)
-        self._start(0, "server", *there, "--bind", f"{here}:0", "--insecure")
-        for rank in range(WORKERS):
-            self._start(1 + rank, "worker", *there, "--rank", rank, "--", *command)
+        for host in servers:
+            self._start(
+                host, "server", *there, "--bind", f"tcp://{self._hosts.address(host)}:0", "--insecure"
+            )
+        for rank, host in enumerate(workers):
+            self._start(host, "worker", *there, "--rank", rank, "--", *command)
 
     def _start(self, host: int, role: str, *flags: object) -> Process:
         program = (self.job.processes.interpreter, BIN / f"kvps-{role}")
@@ -141,3 +148,23 @@ def test_a_host_that_is_lost_for_good(processes: Processes, hosts: Namespaces) -
         one.signal(signal.SIGTERM)
     for one in spread.members:
         one.wait(60.0)
+
+
+@pytest.mark.spec("R524", "R577")
+def test_the_host_of_a_server_that_has_a_copy_is_missed_soon(processes: Processes, hosts: Namespaces) -> None:
+    """Both the server there and the standby of the other one are silent; nobody's connection breaks."""
+    spread = Spread(processes, hosts)
+    spread.start(spread.job.command("sync", 60), servers=(0, 1), workers=(0, 0))
+    for server in (0, 1):
+        spread.scheduler.expect(rf"the standby of server {server} .* 2 of 2 copies", 60.0)
+    until(lambda: len(spread.job.rounds(0)) >= 3, f"rounds {spread.members}", 60.0)
+    spread.drop(1, "INPUT", "OUTPUT")
+    took_s = spread.goes_on()
+    log.info("a silent host with a server: three rounds after %.2f s", took_s)
+    spread.scheduler.expect("and its host does not answer")
+    assert took_s <= SILENT_MAX_S
+    gone = spread.members.pop(2)
+    spread.check()
+    spread.heal(1, "INPUT", "OUTPUT")
+    gone.signal(signal.SIGTERM)
+    gone.wait(60.0)

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Exit, Finish, Note, Outbox, Route, Save, Send, Trust
+from kvps.core.liveness import SUSPECTED_AFTER_S
 from kvps.core.scheduler.barriers import Barriers, RoutedMessage, Waiter
 from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
 from kvps.core.scheduler.cut import NodeMessage
@@ -80,11 +81,13 @@ def next_job(name: bytes) -> bytes:
 
 
 class Suspect(NamedTuple):
-    """A server, or a standby, whose connection broke, and where it listened."""
+    """A server, or a standby, whose connection broke or which is silent, and where it listens."""
 
     rank: int
     incarnation: int
     endpoint: str
+    is_silent: bool = False
+    """Its connection is whole: its host may be gone, or the process has stopped for a moment."""
 
 
 class Place(NamedTuple):
@@ -260,17 +263,26 @@ class Job:
         if self.settings.replicas:
             self.standbys.withdraw(route)
             if seat is not None and seat.dropped_at == now and seat.node.role is not Role.WORKER:
-                suspect = Suspect(seat.node.rank, seat.incarnation, seat.endpoint)
-                self._outbox.append(Finish(SUSPECT, suspect))
+                self._look_into(seat, is_silent=False)
 
     def end_of(self, rank: int, incarnation: int, now: float) -> None:
-        """The process of a server or standby whose connection broke has ended."""
+        """Nobody listens where a server or standby did whose connection broke, or which is silent."""
         for node in (Node(Role.SERVER, rank), Node(Role.STANDBY, rank)):
             seat = self.seats.by_node.get(node)
-            if seat is not None and seat.incarnation == incarnation and seat.dropped_at is not None:
+            if seat is None or seat.incarnation != incarnation:
+                continue
+            if seat.dropped_at is not None:
                 seat.lose("its process has ended", now)
-                self._tell_lost(seat, now)
-                self.apply_changes(now)
+            elif seat.state is State.HELD and now >= seat.heard_at + SUSPECTED_AFTER_S:
+                seat.lose(f"silent for {now - seat.heard_at:.1f} s, and its host does not answer", now)
+            else:
+                continue
+            self._tell_lost(seat, now)
+            self.apply_changes(now)
+
+    def _look_into(self, seat: Seat, is_silent: bool) -> None:
+        suspect = Suspect(seat.node.rank, seat.incarnation, seat.endpoint, is_silent)
+        self._outbox.append(Finish(SUSPECT, suspect))
 
     def hear_of_copy(self, seat: Seat, standing: Standing, now: float) -> None:
         """A standby says how its copy stands, or a server that it cannot go on with its standby."""
@@ -287,6 +299,9 @@ class Job:
         if seat.node.role is Role.STANDBY:
             how = "is level: 2 of 2 copies" if seat.is_level else "is not level any more: 1 of 2 copies"
             self.note("info", f"the standby of server {rank} ({seat.host}:{seat.pid}) {how}")
+            # Whether their hosts answer is known only if they did.
+            for known in (seat, self.standbys.server_of(seat)):
+                self._look_into(known, is_silent=True)
         else:
             self.standbys.defer(rank, now)
             self.dismiss([Node(Role.STANDBY, rank)], standing.reason)
@@ -334,6 +349,8 @@ class Job:
                 f"the scheduler was stopped for {still_s:.0f} s: no member counts as lost for that time",
             )
             self.seats.excuse(now)
+        for seat in self.seats.silent(now) if self.settings.replicas else ():
+            self._look_into(seat, is_silent=True)
         lost = self.seats.expire(now)
         for seat in lost:
             self._tell_lost(seat, now)

@@ -322,6 +322,13 @@ class Membership:
             lost.append(seat)
         return lost
 
+    def silent(self, now: float) -> list[Seat]:
+        """Return the servers and standbys whose hosts are to be asked, since nothing was heard of them."""
+        silent = [seat for seat in self.by_node.values() if now >= seat.suspected_from()]
+        for seat in silent:
+            seat.suspected_at = now
+        return silent
+
     def excuse(self, now: float) -> None:
         """Nobody could be heard until ``now``: count everybody's silence from here on."""
         for seat in self.by_node.values():
@@ -331,9 +338,11 @@ class Membership:
                     seat.dropped_at = now
 
     def due(self, formed: bool) -> float | None:
-        """When :meth:`expire` or :func:`assess` may say something new; a beat makes it later."""
+        """When :meth:`expire`, :meth:`silent` or :func:`assess` may say something new, if nobody beats."""
         limits = self.settings
         times = [seat.due(limits) for seat in self.by_node.values() if seat.state is State.HELD]
+        if limits.replicas:
+            times += [seat.suspected_from() for seat in self.by_node.values()]
         if formed and (until := self.deserted_until()) is not None:
             times.append(until)
         return min(times, default=None)

@@ -25,7 +25,14 @@ from dataclasses import dataclass, field
 
 from kvps.core.effects import Route
 from kvps.core.limits import Limits
-from kvps.core.liveness import DROP_GRACE_S, SILENCE_MAX_S, SILENT_AFTER_S, Progress
+from kvps.core.liveness import (
+    DROP_GRACE_S,
+    SILENCE_MAX_S,
+    SILENT_AFTER_S,
+    SUSPECTED_AFTER_S,
+    SUSPECTED_AGAIN_S,
+    Progress,
+)
 from kvps.core.membership_client import BeatFigures
 from kvps.core.texts import shown
 from kvps.errors import ConfigError
@@ -197,6 +204,8 @@ class Seat:
     """The progress of its script."""
     dropped_at: float | None = None
     """When its last link broke; None while a link is intact, or before the first."""
+    suspected_at: float = -math.inf
+    """When it was last asked whether its host answers."""
     lost_at: float = 0.0
     """Since when it is lost or gone."""
     reason: str = ""
@@ -277,6 +286,12 @@ class Seat:
         if self.dropped_at is None:
             return silent_at
         return min(silent_at, self.dropped_at + settings.drop_grace_s)
+
+    def suspected_from(self) -> float:
+        """When the host of a server or standby that says nothing until then is asked whether it answers."""
+        if self.node.role is Role.WORKER or self.state is not State.HELD or self.dropped_at is not None:
+            return math.inf
+        return max(self.heard_at + SUSPECTED_AFTER_S, self.suspected_at + SUSPECTED_AGAIN_S)
 
     # --- changes ----------------------------------------------------------------------------
 

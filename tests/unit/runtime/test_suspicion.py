@@ -8,7 +8,7 @@ import pytest
 from kvps.core.scheduler.job import Suspect
 from kvps.core.scheduler.scheduler import Scheduler
 from kvps.runtime import suspicion
-from kvps.runtime.suspicion import has_ended, look_into
+from kvps.runtime.suspicion import Suspicions, answers, has_ended
 
 
 def listener() -> tuple[socket.socket, str]:
@@ -28,7 +28,7 @@ def test_a_port_that_refuses_tells_of_an_end() -> None:
             assert request == (Scheduler.on_ended, 1, 7)
             asked.set()
 
-    look_into(Suspect(1, 7, endpoint), Box())  # type: ignore[arg-type]
+    Suspicions().look_into(Suspect(1, 7, endpoint), Box())  # type: ignore[arg-type]
     assert asked.wait(10.0)
 
 
@@ -63,3 +63,15 @@ def test_silence_and_unknown_hosts_tell_nothing(monkeypatch: pytest.MonkeyPatch)
     assert not has_ended(endpoint)
     made.close()
     assert not has_ended("tcp://no.such.host.invalid:1")
+
+
+@pytest.mark.spec("R577")
+def test_a_silent_host_is_gone_only_if_it_answered_before() -> None:
+    """The kernel answers for a process that was stopped."""
+    made, endpoint = listener()
+    suspicions = Suspicions()
+    assert not suspicions.is_gone(endpoint)
+    assert answers(endpoint)
+    made.close()
+    assert suspicions.is_gone(endpoint)
+    assert not Suspicions().is_gone(endpoint)

@@ -308,6 +308,33 @@ def test_an_ended_process_counts_only_while_its_connection_is_broken() -> None:
     assert stage.take(stage.scheduler.on_ended(0, incarnation, stage.now)) == []
 
 
+@pytest.mark.spec("R577")
+def test_the_host_of_a_silent_server_is_asked_and_one_that_does_not_answer_is_lost() -> None:
+    stage = copied()
+    incarnation, others = stage.peers["s0"].incarnation, ["s1", "w0", "s0b", "s1b"]
+    asked = Finish(SUSPECT, Suspect(0, incarnation, "tcp://s0:1", is_silent=True))
+    stage.beat("s0")
+    assert stage.take(stage.scheduler.on_ended(0, incarnation, stage.now)) == [], "it beats"
+    assert asked in stage.wait(0.8, others)
+    assert asked not in stage.wait(0.5, others), "it was asked just now"
+    assert asked in stage.wait(0.6, others)
+    effects = stage.take(stage.scheduler.on_ended(0, incarnation, stage.now))
+    assert any("silent for 1.9 s, and its host does not answer" in note for note in notes(effects))
+    assert row(stage, Role.SERVER, 0).host == "host-s1"
+
+
+@pytest.mark.spec("R577")
+def test_hosts_are_asked_while_all_is_well() -> None:
+    stage = copied()
+    stage.say("s1b", Standing(level=False, copied=99))
+    told = stage.say("s1b", Standing(level=True, copied=100))
+    asked = [one.value for one in told if isinstance(one, Finish)]
+    assert [(one.endpoint, one.is_silent) for one in asked if isinstance(one, Suspect)] == [
+        ("tcp://s1b:1", True),
+        ("tcp://s0:1", True),
+    ]
+
+
 def test_of_a_worker_and_in_a_job_without_copies_nobody_is_asked_for() -> None:
     assert not [one for one in copied().drop("w0") if isinstance(one, Finish)]
     stage = Stage(1, 2)
