@@ -394,6 +394,7 @@ class DistributedOptimizer(WrappedOptimizer):
             self._exchange.complete()
             self._add_unused()
             late.put_off(self._exchange.release())
+            self._exchange.is_held = self._is_late
         except EpochChanged as error:
             self._model.go_on(error)
             self._model.is_given_up = False

@@ -197,6 +197,28 @@ def test_a_scaler_that_comes_late_is_refused() -> None:
             scaler.step(optimizer)
 
 
+@pytest.mark.parametrize("overlap_forward", [False, True])
+def test_gradients_leave_during_backward_from_the_second_step_on(overlap_forward: bool) -> None:
+    with kvps.LocalCluster():
+        model, sgd = net_and_sgd()
+        optimizer = DistributedOptimizer(
+            sgd, model, update_on_kvstore=True, overlap_backward=True, overlap_forward=overlap_forward
+        )
+        known, expected = net_and_sgd()
+        left = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            before = optimizer.kvstore.metrics()["rounds"]
+            loss_of(model, slice(24)).backward()
+            left.append(optimizer.kvstore.metrics()["rounds"] > before)
+            optimizer.step()
+        assert left == [False, True, True]
+        if overlap_forward:
+            optimizer.synchronize()  # makes the deferred updates
+        train(expected, known, slice(24), steps=3)
+        assert_all([weights(model)], weights(known))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype: torch.dtype) -> None:
     def train(optimizer: Any, model: torch.nn.Module, rows: slice) -> Weights:
