@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ _LAUNCHERS = (
 many there are. srun sets Slurm's; a batch script, which is one process, has SLURM_NTASKS alone."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_UNITS_OF_RATE = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _DMLC = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
 _WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PLACE = (
@@ -199,6 +201,19 @@ def as_bytes(name: str, given: str) -> int:
     if not 1 <= count < 2**63:
         raise ConfigError(f"{name}={given!r} is not a number of bytes; write it as 512M or 2G")
     return int(count)
+
+
+def as_rate(name: str, given: str) -> float:
+    """Return what ``name`` was given, as bytes per second: ``400mbit``, as tc writes it, is 50,000,000.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", given.lower())
+    rate = float(found[1]) * _UNITS_OF_RATE[found[2]] / 8 if found else 0.0
+    if rate <= 0:
+        raise ConfigError(f"{name}={given!r} is not a rate; write it as 400mbit or 1gbit")
+    return rate
 
 
 def as_address(name: str, given: str) -> str:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from kvps import config
 from kvps.errors import ConfigError
 
 HOSTS_MAX = 200
 """Addresses of one network, with room to spare."""
 _LAYOUT = re.compile(r"(\d+)(?:@(\d+))?x(\d+)")
-_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,4 @@ def bytes_per_s(given: str) -> float:
     Raises:
         ConfigError: if it describes none.
     """
-    found = _RATE.fullmatch(given.lower())
-    rate = float(found[1]) * _UNITS[found[2]] / 8 if found else 0.0
-    if rate <= 0:
-        raise ConfigError(f"--rate={given!r} is not a rate; write it as 400mbit or 1gbit")
-    return rate
+    return config.as_rate("--rate", given)

@@ -9,10 +9,15 @@ examples:
   kvps doctor --keys /etc/kvps/keys
   kvps doctor --bind tcp://0.0.0.0:9091          whether the scheduler can listen there
   kvps doctor --json | jq '.findings[] | select(.level == "fail")'
+  kvps doctor --predict --link 100mbit train.py --epochs 1     whether several machines pay
 
 Each line is ok, warn, fail or skip (it could not be looked at), then the figure, and then what to do. The bandwidth
 is that of the way to the scheduler, by some hundred KiB that it echoes. Servers talk to members of the job
 only, so the way to them is not measured; kvps bench compares the speed of kvps with the machine's.
+
+--predict says how fast a job would be on several machines, a worker on each, with each codec, local steps, or a
+ring without servers; and how many servers are enough. SCRIPT is any training script: its first steps are timed
+on this machine. Without SCRIPT, the steps of the job that runs at --scheduler count, or --model and --step.
 
 exit codes:
   0   nothing failed; there may be warnings
@@ -26,6 +31,7 @@ environment, where the flag is not given:
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -52,10 +58,25 @@ def main(argv: Sequence[str]) -> int:
             **flags.asking(TIMEOUT_S),
             "--bind tcp://HOST:PORT": "also try to listen here, as a process would",
             "--json": "print one JSON object",
+            "--predict": "predict how fast a job would be on several machines",
+            "--link RATE": "with --predict: the link of each machine, each way (100mbit); the way to --scheduler",
+            "--model SIZE": "with --predict: bytes of all gradients in float32 (100M)",
+            "--step SECONDS": "with --predict: how long a step computes on one machine",
+            "--apart": "with --predict: servers have machines of their own",
+            "--machines N ...": "with --predict: numbers of machines (2, 4 and 8)",
         }
     )
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="with --predict: a script")
     parsed = parser.parse_args(argv)
     flags.start_log(NAME, parsed)
+    if parsed.predict:
+        from kvps.tools.doctor import forecast
+
+        return forecast.main(parsed, flags.timeout_of(parsed, TIMEOUT_S))
+    if surplus := [
+        name for name in ("link", "model", "step", "apart", "machines", "script") if getattr(parsed, name)
+    ]:
+        raise ConfigError(f"{surplus[0]} belongs to --predict, which is not given")
     scheduler = flags.scheduler_of(parsed)
     bind = "" if parsed.bind is None else config.as_bind("--bind", parsed.bind)
     limit_s = flags.timeout_of(parsed, TIMEOUT_S)
