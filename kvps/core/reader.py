@@ -31,8 +31,9 @@ LATE_S = 3.0
 """Seconds of silence after which the scheduler is asked where the servers are."""
 LOST_S = 60.0
 """Seconds of silence after which a request is given up."""
-WINDOW = 6
-"""Requests under way to one server."""
+WINDOW = 3
+"""Requests under way to one server, each of up to 8 MiB. With the answers that were read and are not given
+back yet, they stay below what a server has on its way to one reader."""
 
 
 @dataclass(slots=True, eq=False)

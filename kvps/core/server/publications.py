@@ -12,11 +12,15 @@ retains another one or says nothing for :data:`LEASE_S`. Where memory is short, 
 use goes before the trainer is refused. What is on its way to readers is limited, too: a request beyond the
 limit is dropped, and its reader makes it again. So no reader can keep memory, or hold up anybody.
 
+Octets that rank 0 puts there stay at first where they came, which may be its own memory: it goes on when it has
+copied them once. The server copies them when it has nothing else to do, or when one is read.
+
 A return to a cut leaves publications alone: what was published stays what it was.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,6 +67,8 @@ class Block(NamedTuple):
     """The type of its elements."""
     as_dtype: str
     """The type in which they are read."""
+    is_lent: bool = False
+    """It lies where it came."""
 
     @property
     def size(self) -> int:
@@ -156,6 +162,10 @@ class Publications:
         self._copies: Counter[str] = Counter()
         self._users: Counter[int] = Counter()
         """By the identity of a buffer: the versions that it is a block of."""
+        self._lent: deque[tuple[Version, int]] = deque()
+        """The blocks of complete versions that lie where they came."""
+        self.settle_at = math.inf
+        """When the next of them is to be copied."""
 
     def begin(self, context: RequestContext, budget: MemoryBudget) -> None:
         """Serve the workers of this context, whose values are counted in this budget, from now on."""
@@ -249,10 +259,8 @@ class Publications:
         self, publication: Publication, version: Version, message: p.Put, payload: Sequence[memoryview]
     ) -> None:
         self._make_room(publication, message, message.size)
-        tensor = self._context.chunks.memory.empty(message.size, "uint8")
-        if message.size:
-            tensor.copy_(from_frame(payload[0], "uint8"))
-        self._add(version, message.block, Block(Buffer(tensor).hold(), "uint8", "uint8"))
+        octets = from_frame(payload[0] if message.size else memoryview(b""), "uint8")
+        self._add(version, message.block, Block(Buffer(octets).hold(), "uint8", "uint8", is_lent=True))
 
     def _announce(self, publication: Publication, message: p.Announce, payload: Sequence[memoryview]) -> None:
         version = publication.versions.get(message.number)
@@ -267,6 +275,8 @@ class Publications:
         version.completed_at = self._context.meter.now
         publication.announced.append(message.number)
         self._prune(publication)
+        self._lent.extend([(version, number) for number, block in version.blocks.items() if block.is_lent])
+        self.settle_at = version.completed_at if self._lent else math.inf
         for reader in self.readers.values():
             seq, newer = reader.watches.get(message.publication, (0, 0))
             if seq and message.number > newer:
@@ -289,6 +299,26 @@ class Publications:
 
         self._context.attempt(session, seq, PendingRequest(retry, why, store=message.store))
 
+    def settle(self) -> None:
+        """Copy one block that lies where it came, if there is one."""
+        if self._lent:
+            version, number = self._lent.popleft()
+            if number in version.blocks:  # else it is gone
+                self._own(version, number)
+        if not self._lent:
+            self.settle_at = math.inf
+
+    def _own(self, version: Version, number: int) -> Block:
+        """Return a block in this server's memory, which can be lent to readers."""
+        block = version.blocks[number]
+        if block.is_lent:
+            tensor = self._context.chunks.memory.empty(block.size, "uint8")
+            tensor.copy_(block.buffer.tensor)
+            self._discard(block)
+            block = block._replace(buffer=Buffer(tensor).hold(), is_lent=False)
+            self._add(version, number, block)
+        return block
+
     # --- versions that come and go --------------------------------------------------------------------
 
     def _add(self, version: Version, number: int, block: Block) -> None:
@@ -299,13 +329,18 @@ class Publications:
             self._budget.publications += block.buffer.tensor.nbytes
 
     def _drop(self, publication: Publication, number: int) -> None:
-        for block in publication.versions.pop(number).blocks.values():
-            block.buffer.release()
-            key = id(block.buffer)
-            self._users[key] -= 1
-            if not self._users[key]:
-                del self._users[key]
-                self._budget.publications -= block.buffer.tensor.nbytes
+        blocks = publication.versions.pop(number).blocks
+        for block in blocks.values():
+            self._discard(block)
+        blocks.clear()
+
+    def _discard(self, block: Block) -> None:
+        block.buffer.release()
+        key = id(block.buffer)
+        self._users[key] -= 1
+        if not self._users[key]:
+            del self._users[key]
+            self._budget.publications -= block.buffer.tensor.nbytes
 
     def _spare(self, publication: Publication) -> list[int]:
         """Return the versions, oldest first, that neither the publisher keeps nor is giving."""
@@ -417,7 +452,8 @@ class Publications:
             self._send(reader, p.Retained(seq, len(manifest)), manifest, None)
 
     def _read(self, reader: Reader, seq: int, message: p.Read) -> None:
-        block = self._found(message.publication, message.number).blocks.get(message.block)
+        version = self._found(message.publication, message.number)
+        block = version.blocks.get(message.block)
         size, itemsize = message.size, 1 if block is None else BY_NAME[block.as_dtype].itemsize
         start, stop = message.start, message.start + size
         if (
@@ -433,6 +469,7 @@ class Publications:
         if reader.away_bytes + size > AWAY_BYTES_MAX or reader.away_count >= AWAY_MAX:
             self._context.meter.add("kvps_dropped_packets_total", "reads")
             return  # it is asked for again
+        block = self._own(version, message.block)
         buffer = block.buffer
         if block.as_dtype == block.dtype:
             self._send(reader, p.Octets(seq, size), buffer.octets[start:stop], buffer)

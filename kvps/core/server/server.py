@@ -245,6 +245,8 @@ class Server(Core):
             self._look(now)
             self.publications.expire(now)
             self.rules.report(is_due=True)
+        if now >= self.publications.settle_at:
+            self.publications.settle()
         if self._replicator is not None:
             self._replicator.note_all()
             self._replicator.on_timer(now)
@@ -261,7 +263,7 @@ class Server(Core):
 
     def deadline(self) -> float | None:
         """Return when the next beat, telling, look at the rounds or close of a round is due."""
-        beat, closing = self.member.deadline(), self.ingest.deadline()
+        beat, closing = self.member.deadline(), min(self.ingest.deadline(), self.publications.settle_at)
         if self._replicator is not None:
             closing = min(closing, self._replicator.deadline())
         return None if beat is None else min(beat, self._next_tell, self._next_look, closing)

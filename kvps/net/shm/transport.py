@@ -47,6 +47,8 @@ SHARE_MIN_BYTES = 4096
 """Payload below this travels in frames: that is cheaper than a loan."""
 RELEASE_EVERY = 16
 """Leases that are given back before a busy loop says so; an idle one says so at once."""
+POST_EVERY = 4
+"""Leases of one peer that are given back before a loop posts so that is not through with its packets."""
 SWEEP_EVERY_S = 5.0
 """How often it is asked whether those whose memory is mapped still live."""
 WELCOMED_MAX = 4096
@@ -193,6 +195,8 @@ class SharingTransport:
                 for peer in self._peers.values() if is_first else (self._by_route[route],):
                     if peer.posts and peer.given.open:
                         peer.given.release_below(peer.posted.before())
+                    if peer.posts and self._segment is not None and len(peer.taken.dropped) >= POST_EVERY:
+                        peer.taken.post(self._segment.postings, peer.mapping.offer.nonce)
                 is_first = False
             try:
                 passed = self._take_in(route, packet)

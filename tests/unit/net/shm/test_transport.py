@@ -16,7 +16,7 @@ from kvps.core.effects import Connect, Hold, Route
 from kvps.errors import ConfigError, ProtocolError
 from kvps.net.shm import leases, transport
 from kvps.net.shm.segment import PAGE_BYTES, Block, Mapping, Segment, Unshared
-from kvps.net.shm.transport import SHARE_MIN_BYTES, SWEEP_EVERY_S, SharingTransport
+from kvps.net.shm.transport import POST_EVERY, SHARE_MIN_BYTES, SWEEP_EVERY_S, SharingTransport
 from kvps.net.transport import DROPPED, Demanded, Disconnected, Guard, Unserved
 from kvps.protocol.envelope import Envelope, Loan, Message, Packet, Role
 from kvps.protocol.transports import Offer
@@ -343,6 +343,23 @@ def test_leases_are_returned_without_a_packet(network: MemoryNetwork, carried: l
     worker.idle()
     assert not holds[2].is_held
     assert [type(one.message) for one in carried[before:]] == [m.Push, m.Push, m.Done, m.Push]
+
+
+@pytest.mark.spec("R260")
+def test_what_is_given_back_is_posted_between_packets_that_came_together(network: MemoryNetwork) -> None:
+    server, worker, _ = pair(network)
+    holds = [Buffer() for _ in range(12)]
+    for hold in holds:
+        worker.say("server 0", push(PAGE_BYTES), worker.take(PAGE_BYTES).data, hold=hold)
+    left = []
+    for route, packet in server.transport.poll(0.0):
+        del route, packet  # it is read
+        worker.idle()
+        left.append(sum(hold.is_held for hold in holds))
+    assert all(held <= 12 - index + POST_EVERY for index, held in enumerate(left)), left
+    server.idle()
+    worker.idle()
+    assert not any(hold.is_held for hold in holds)
 
 
 @pytest.mark.spec("R261")
