@@ -12,8 +12,8 @@ retains another one or says nothing for :data:`LEASE_S`. Where memory is short, 
 use goes before the trainer is refused. What is on its way to readers is limited, too: a request beyond the
 limit is dropped, and its reader makes it again. So no reader can keep memory, or hold up anybody.
 
-Octets that rank 0 puts there stay at first where they came, which may be its own memory: it goes on when it has
-copied them once. The server copies them when it has nothing else to do, or when one is read.
+Octets that rank 0 puts there stay at first where they came, which may be rank 0's own memory: it goes on when
+it has copied them once. The server copies a block when it has nothing else to do, or when one reads it.
 
 A return to a cut leaves publications alone: what was published stays what it was.
 """
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvps import protocol as p
-from kvps.core.effects import Effect, Route, Send
+from kvps.core.effects import Effect, Note, Route, Send
 from kvps.core.membership_client import MembershipClient, check_protocol
 from kvps.core.server.chunks.slab import Buffer
 from kvps.core.server.context import RequestContext
@@ -42,8 +42,12 @@ from kvps.tensors import from_frame, to_frame
 
 LEASE_S = 60.0
 """Seconds without a word after which a reader uses no version any more."""
+IDLE_S = 3.0
+"""Seconds of silence after which a reader makes place for another: each that waits speaks every second."""
 READERS_MAX = 1024
 PUBLICATIONS_MAX = 1024
+READ_ONLY_MAX = 8
+"""Versions of a publication that are there for readers alone."""
 WATCHES_MAX = 16
 """Publications that one reader watches."""
 AWAY_BYTES_MAX, COPIES_BYTES_MAX = 64 << 20, 512 << 20
@@ -166,6 +170,8 @@ class Publications:
         """The blocks of complete versions that lie where they came."""
         self.settle_at = math.inf
         """When the next of them is to be copied."""
+        self._is_crowded = False
+        """The log says that there are too many readers."""
 
     def begin(self, context: RequestContext, budget: MemoryBudget) -> None:
         """Serve the workers of this context, whose values are counted in this budget, from now on."""
@@ -350,11 +356,15 @@ class Publications:
 
     def _prune(self, publication: Publication) -> None:
         name = next(name for name, known in self.by_name.items() if known is publication)
-        used = {reader.uses.get(name) for reader in self.readers.values()}
-        for number in self._spare(publication):
-            is_complete = publication.versions[number].completed_at is not None
-            if number not in used or not is_complete:
-                self._drop(publication, number)
+        heard_at: dict[int, float] = {}
+        for reader in self.readers.values():
+            number = reader.uses.get(name, 0)
+            heard_at[number] = max(heard_at.get(number, 0.0), reader.heard_at)
+        spare = self._spare(publication)
+        used = [n for n in spare if n in heard_at and publication.versions[n].completed_at is not None]
+        used.sort(key=heard_at.__getitem__)
+        for number in {*spare} - {*used[-READ_ONLY_MAX:]}:
+            self._drop(publication, number)
 
     def _make_room(self, publication: Publication, message: p.Freeze | p.Put, more: int) -> None:
         """See that there is room: versions that only readers use go first."""
@@ -393,9 +403,7 @@ class Publications:
         reader = self.readers.get(who)
         if reader is None:
             if len(self.readers) >= READERS_MAX:
-                self.expire(now)
-            if len(self.readers) >= READERS_MAX:
-                raise Overload(f"{self._context.me} has {READERS_MAX} readers already", limit="readers")
+                self._make_place(now)
             reader = self.readers[who] = Reader(route, now)
         reader.route = route
         if now >= reader.counted_from + 1.0:
@@ -420,6 +428,24 @@ class Publications:
                 self._read(reader, envelope.seq, message)
             case _:
                 raise ProtocolError(f"a reader may not send {type(message).__name__} to a server")
+
+    def _make_place(self, now: float) -> None:
+        """End the lease of the reader that is silent longest.
+
+        Raises:
+            Overload: if none is silent.
+        """
+        who, reader = min(self.readers.items(), key=lambda item: item[1].heard_at)
+        if now < reader.heard_at + IDLE_S:
+            raise Overload(f"{self._context.me} has {READERS_MAX} readers already", limit="readers")
+        del self.readers[who]
+        if not self._is_crowded:
+            self._is_crowded = True
+            text = (
+                f"{self._context.me} has {READERS_MAX} readers: those that are silent longest lose their "
+                "leases. A holder of a reader's key may make many readers"
+            )
+            self._outbox.append(Note("warning", text))
 
     def _watch(self, reader: Reader, seq: int, message: p.Watch, now: float) -> None:
         name = message.publication

@@ -1,5 +1,6 @@
 """Publications on a server: versions that readers read, and that no reader can change, keep or hold up."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from kvps import protocol as p
+from kvps.core.effects import Note
 from kvps.core.limits import Limits
 from kvps.core.server import publications
 from kvps.core.server.publications import LEASE_S, READERS_MAX, WATCHES_MAX
@@ -373,6 +375,69 @@ def test_readers_and_their_requests_are_limited(monkeypatch: pytest.MonkeyPatch)
     fails(one.reader(READERS_MAX, greeting(role=4)), Overload, f"has {READERS_MAX} readers already")
     one.now += LEASE_S
     one.greet(READERS_MAX)
+
+
+@pytest.mark.spec("R503")
+def test_one_that_is_silent_makes_place_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = stage()
+    monkeypatch.setattr(publications, "READERS_MAX", 3)
+    for rank in (1, 2):
+        one.greet(rank)
+    one.now += publications.IDLE_S
+    one.reader(0, p.Watch("policy", 0))
+    one.notes.clear()
+    for rank in (3, 4):
+        one.greet(rank)
+    assert sorted(rank for rank, _ in one.server.publications.readers) == [0, 3, 4]
+    (note,) = one.notes
+    assert isinstance(note, Note)
+    assert note.text.startswith("server 0 has 3 readers: those that are silent longest lose their leases")
+    fails(one.reader(5, greeting(role=4)), Overload, "has 3 readers already")
+
+
+@pytest.mark.spec("R503")
+def test_readers_keep_a_few_versions_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publications, "READ_ONLY_MAX", 2)
+    one = stage()
+    for number in range(1, 5):
+        one.publish(number, float(number), keep=1)
+        one.greet(number)
+        one.reader(number, p.Retain("policy", number))
+        one.now += 1
+        one.reader(1, p.Read("policy", 1, 0, 0, 4))
+    one.publish(5, 5.0, keep=1)
+    assert one.held == [1, 4, 5], "the readers of versions 1 and 4 spoke last"
+
+
+@pytest.mark.spec("R543", "R85")
+def test_octets_stay_where_they_came_until_they_are_read_or_there_is_time() -> None:
+    one = stage()
+    served = one.server.publications
+    for block in range(3):
+        one.put(1, float(block), block=block, keep=1)
+    assert served.settle_at == math.inf, "nobody can read it yet"
+    one.announce(1, keep=1)
+    assert one.server.deadline() == served.settle_at == one.now
+    held = one.bytes
+    assert one.floats(1, 1, 4) == [1.0]
+
+    def lent() -> list[int]:
+        (version,) = served.by_name["policy"].versions.values()
+        return [number for number, block in sorted(version.blocks.items()) if block.is_lent]
+
+    assert lent() == [0, 2], "what is read is copied first"
+    for left in ([2], [2], []):
+        one.take(one.server.on_timer(one.now))
+        assert lent() == left
+    assert (served.settle_at, one.bytes) == (math.inf, held)
+    assert one.floats(1, 2, 4) == [2.0]
+    one.publish(2, 5.0, keep=1)
+    one.publish(3, 6.0, keep=1)
+    for _ in range(2):  # version 2 is gone
+        one.take(one.server.on_timer(one.now))
+    served.settle()
+    assert one.floats(3, 0, 4) == [6.0]
+    assert (served.settle_at, one.bytes) == (math.inf, 4)
 
 
 @pytest.mark.spec("R549", "R550")
