@@ -12,7 +12,7 @@ retains another one or says nothing for :data:`LEASE_S`. Where memory is short, 
 use goes before the trainer is refused. What is on its way to readers is limited, too: a request beyond the
 limit is dropped, and its reader makes it again. So no reader can keep memory, or hold up anybody.
 
-Octets that rank 0 puts there stay at first where they came, which may be rank 0's own memory: it goes on when
+Bytes that rank 0 puts there stay at first where they came, which may be rank 0's own memory: it goes on when
 it has copied them once. The server copies a block when it has nothing else to do, or when one reads it.
 
 A return to a cut leaves publications alone: what was published stays what it was.

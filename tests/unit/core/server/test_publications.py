@@ -378,7 +378,7 @@ def test_readers_and_their_requests_are_limited(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.spec("R503")
-def test_one_that_is_silent_makes_place_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_reader_makes_place_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     one = stage()
     monkeypatch.setattr(publications, "READERS_MAX", 3)
     for rank in (1, 2):
@@ -410,7 +410,7 @@ def test_readers_keep_a_few_versions_together(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.spec("R543", "R85")
-def test_octets_stay_where_they_came_until_they_are_read_or_there_is_time() -> None:
+def test_bytes_stay_where_they_came_until_somebody_reads_them_or_there_is_time() -> None:
     one = stage()
     served = one.server.publications
     for block in range(3):

@@ -346,7 +346,7 @@ def test_leases_are_returned_without_a_packet(network: MemoryNetwork, carried: l
 
 
 @pytest.mark.spec("R260")
-def test_what_is_given_back_is_posted_between_packets_that_came_together(network: MemoryNetwork) -> None:
+def test_leases_are_posted_between_packets_that_came_together(network: MemoryNetwork) -> None:
     server, worker, _ = pair(network)
     holds = [Buffer() for _ in range(12)]
     for hold in holds:
