@@ -118,8 +118,9 @@ class Subscription:
         elif scheduler is None:
             found = config.cluster()
             scheduler = config.DEFAULT_SCHEDULER if found is None else found.scheduler
-        address = config.as_address("scheduler", scheduler)
-        loaded = load_if_any(os.fspath(keys) if keys is not None else config.keys_path(), "reader")
+        self.scheduler = address = config.as_address("scheduler", scheduler)
+        self.keys = os.fspath(keys) if keys is not None else config.keys_path()
+        loaded = load_if_any(self.keys, "reader")
         self.name = name
         self.version: int | None = None
         """The number of the version that is read; None before the first."""
