@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvps.core.embedding.arena import ArenaGroup, Arenas, Columns, Slots
@@ -32,6 +33,7 @@ from kvps.core.optim.base import Terms, Updater
 from kvps.core.optim.rounding import Rounding
 from kvps.core.optim.sparse_update import BLOCK_COUNT
 from kvps.errors import StorageError
+from kvps.tensors import by_row
 
 ROW_BYTES = 64
 """Memory of the index, the stamp and the place of a row, and as much while they grow or a snapshot is
@@ -271,6 +273,16 @@ class TieredArenas(Arenas):
         """Return a column of records."""
         return column_of(records, self._begins[name], *self.columns[name])
 
+    def weights_in(self, records: Octets) -> npt.NDArray[np.void]:
+        """Return the weights in records, an item each."""
+        return self._items(records, WEIGHT)
+
+    def _items(self, records: Octets, name: str) -> npt.NDArray[np.void]:
+        """Return a column of records, an item each; it shows their memory."""
+        dtype, width = self.columns[name]
+        begin, size = self._begins[name], width * dtype.itemsize
+        return records[:, begin : begin + size].view(f"V{size}")[:, 0]
+
     def shrink(self) -> bool:
         """Move the rows of the last arena to cells, and give its memory back; False for the only arena.
 
@@ -292,7 +304,7 @@ class TieredArenas(Arenas):
     def _put(self, slots: Slots, at: Slots, records: Octets, places: Slots) -> None:
         """Put records at ``places``; they leave their cells."""
         for name, (rows, where) in self._own.places(places, (len(places),)).items() if len(places) else ():
-            rows.index_copy_(0, where, self.column(records, name))
+            by_row(rows)[where.numpy()] = self._items(records, name)
         self._leave(at)
         self._at[slots], self._owner[places], self._uses[places] = places, slots, 0
 
@@ -301,8 +313,7 @@ class TieredArenas(Arenas):
         records = np.empty((len(places), self.record_bytes), np.uint8)
         if len(places):
             for name, (rows, where) in self._own.places(places, (len(places),)).items():
-                octets = rows.index_select(0, where).view(torch.uint8).numpy()
-                records[:, self._begins[name] : self._begins[name] + octets.shape[1]] = octets
+                self._items(records, name)[:] = by_row(rows)[where.numpy()]
         return records
 
     def _vacate(self, count: int, *, is_needed: bool) -> Slots:
@@ -405,8 +416,7 @@ class TieredGroup(ArenaGroup):
                 some, first, inverse = np.unique(slots.take(cold), return_index=True, return_inverse=True)
                 cells = at.take(cold.take(first))
                 records = part.stored(cells)
-                rows = part.column(records, WEIGHT).index_select(0, torch.from_numpy(inverse))
-                out.index_copy_(0, torch.from_numpy(cold), rows)
+                by_row(out)[cold] = part.weights_in(records)[inverse]
                 part.admit(some, cells, records)
 
     def write(self, slots: Slots, sizes: Sequence[int], columns: Columns) -> None:

@@ -34,8 +34,9 @@ def test_records_come_back_from_their_cells(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_record_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     file = DiskRows(str(tmp_path), 30)
-    with pytest.raises(OSError, match="fewer records"):
-        file.read(np.array([1 << 20]), np.empty((1, 30), np.uint8))
+    for cells in (np.array([1 << 20]), (1 << 20) + np.arange(3)):
+        with pytest.raises(OSError, match="fewer records"):
+            file.read(cells, np.empty((len(cells), 30), np.uint8))
 
 
 def test_a_file_that_may_not_grow_says_so_before_it_writes(tmp_path: Path) -> None:
