@@ -5,6 +5,7 @@ the same run again; ``KVPS_SEEDS=5000`` plays more of them.
 """
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +19,12 @@ from kvps.protocol.membership import Barrier
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults
 from tests.simulation.training import FEWER, WAYS, Job, check, faults_of, outlive, patient, replayable, train
+
+
+def test_coverage_is_off() -> None:
+    """It is off also where xdist runs this test: to trace the simulation takes three times as long."""
+    assert type(sys.gettrace()).__name__ != "CTracer"
+
 
 # --- synchronous: the weights are those of one process --------------------------------------------
 
