@@ -85,6 +85,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         | {p.PulledTables, p.Exported, p.StateIs, p.StatusIs, p.Joined, p.HistoryIs, p.Revived, p.Ping}
         | {p.Opened, p.Closed, p.VersionIs, p.Retained, p.Octets}
         | {p.Open, p.CopyBegin, p.CopyStores, p.CopyStore, p.CopyChunk, p.CopyKeys, p.CopyValues, p.CopyLevel}
+        | {p.Embed, p.CopyRows}
     },
     Place.TO_WORKER: {Role.WORKER: _SHARING | {p.Welcome, p.Error, p.Ack, p.Probed, p.Pulled}},
 }
@@ -117,7 +118,7 @@ LONG = frozenset(
         ),
         *(p.Declare, p.Declared, p.Find, p.FoundAll, p.Optimize, p.Probe, p.Probed, p.Release),
         *(p.Push, p.Pull, p.Pulled, p.Load, p.Ack, p.StatusIs, p.Resumed, p.Revived, p.StateIs, p.SetState),
-        *(p.CopyStores, p.CopyStore, p.CopyChunk, p.CopyKeys, p.CopyValues),
+        *(p.CopyStores, p.CopyStore, p.CopyChunk, p.CopyKeys, p.CopyValues, p.CopyRows),
     }
 )
 """Messages whose head may be as long as any: they have an entry for each key, run, seat or cut."""

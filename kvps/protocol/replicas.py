@@ -142,6 +142,43 @@ class CopyValues(Message):
         return (BY_ID[self.dtype].itemsize * self.size, *states)
 
 
+@tag(65)
+class CopyRows(Message):
+    """Primary to standby: rows of an embedding table by their slots, their history, and how often ids without
+    a row were pushed."""
+
+    chunk: int
+    version: int
+    step: int
+    pushed: dict[str, int]
+    """Rank -> the pushes that are in the rows."""
+    head_start: dict[str, int]
+    clock_from: dict[str, int]
+    lr: float
+    rows: int
+    """Slots that have a row."""
+    vacant: int
+    """Slots that have none any more."""
+    counted: int
+    """Pushes counted since the counts were last halved."""
+    ids: int
+    """Ids whose counts go along."""
+    counts: int
+    """Octets of these counts, or of all."""
+    more: bool
+    """The table is as it says here only with the rows that follow."""
+    fields: tuple[Field, ...]
+    """The columns, elements of all rows together."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """Slots, first those with a row; ids and versions of the rows; a frame for each field; the ids that
+        are counted; the counts. None is empty."""
+        columns = [BY_ID[field.dtype].itemsize * field.size for field in self.fields]
+        rows = 8 * self.rows
+        sizes = (rows + 8 * self.vacant, rows, rows, *columns, 8 * self.ids, self.counts)
+        return tuple([size for size in sizes if size])
+
+
 @tag(59)
 class CopyLevel(Message):
     """Primary to standby: you have all. From now on nobody is told what you may not have."""

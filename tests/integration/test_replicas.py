@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import kvps
 from tests.integration.processes import Processes, until
@@ -50,15 +52,70 @@ moment("last", 0)
 train(5)
 print("weights", hashlib.sha256(b"".join(each.numpy().tobytes() for each in weights)).hexdigest(), flush=True)
 """
+TABLES = """
+import hashlib, os, sys, time
+import torch
+import kvps, kvps.torch
+kv = kvps.create("dist_sync", timeout=60)
+free = kvps.create("dist_async", timeout=60, name="free")
+rank, folder = kv.rank, sys.argv[1]
+generator = torch.Generator().manual_seed(7 + rank)
+digest = hashlib.sha256()
+
+def moment(name, late):
+    print("moment", name, flush=True)
+    while rank == late and not os.path.exists(f"{folder}/{name}"):
+        time.sleep(0.01)
+
+def ids_of(count):
+    return torch.randint(300, (count,), generator=generator) * 2**40
+
+def train(steps):
+    for _ in range(steps):
+        pooled = features({"user": ids_of(40).view(8, 5), "item": ids_of(24).view(8, 3)})
+        torch.cat([pooled["user"], pooled["item"]], 1).square().mean().backward()
+        rows(ids_of(30)).square().mean().backward()
+        some = {table: ids_of(20).unique() for table in (counted, recent)}
+        pushed = {table: (ids, torch.randn(len(ids), 4, generator=generator)) for table, ids in some.items()}
+        kv.push_tables(pushed)
+        own = ids_of(20).unique() + rank  # rows of this rank alone: their bits are the same in each run
+        alone.push(own, torch.randn(len(own), 4, generator=generator))
+        for found in (alone.pull(own), *kv.pull_tables(some).values()):
+            digest.update(found.numpy().tobytes())
+
+moment("init", 0)
+ada = dict(init=("normal", 0.1), optimizer="adagrad", lr=0.1)
+users = kv.embedding("users", 8, **ada)
+items = kv.embedding("items", 4, init=("uniform", 0.5), optimizer="adam", lr=0.01)
+features = kvps.torch.EmbeddingCollection({"user": users, "item": kvps.torch.EmbeddingBag(items, mode="mean")})
+rows = kvps.torch.Embedding(kv.embedding("rows", 4, **ada))
+counted = kv.embedding("counted", 4, admit=2, **ada)
+recent = kv.embedding("recent", 4, evict={"rows": 60, "age": 9}, **ada)
+alone = free.embedding("alone", 4, optimizer="sgd", lr=0.5)
+train(1)
+moment("optimizer", 0)
+train(5)
+moment("round", 1)
+train(5)
+moment("barrier", 1)
+kv.barrier()
+train(5)
+moment("last", 0)
+train(5)
+kv.barrier()
+for table in (users, items, rows.table, counted, recent, alone):
+    table.export(f"{folder}/{table.name}-{rank}.safetensors", with_state=True)
+print("weights", digest.hexdigest(), flush=True)
+"""
 FLAGS = ("-n", 2, "-s", 2, "--replicas", 1, "--log-level", "info")
 MOMENTS = ("init", "optimizer", "round", "barrier", "last")
 
 
-def weights_of(processes: Processes, kills: tuple[str, ...], name: str) -> list[str]:
+def weights_of(processes: Processes, kills: tuple[str, ...], name: str, text: str = SCRIPT) -> list[str]:
     """Run the script, kill a server's process at each of these moments, and return both ranks' weights."""
     folder: Path = processes.folder / name
     folder.mkdir()
-    script = processes.script(SCRIPT)
+    script = processes.script(text)
     launch = processes.kvps("launch", *FLAGS, "--max-restarts", 9, "--", sys.executable, script, folder)
     killed = 0
     for moment in MOMENTS:
@@ -90,6 +147,40 @@ def test_weights_are_those_of_a_run_without_a_loss(processes: Processes, kills: 
     ends = [*weights_of(processes, (), "whole"), *weights_of(processes, kills, "killed")]
     assert len(ends) == 4, ends
     assert len(set(ends)) == 1, "the loss has changed the weights"
+
+
+@pytest.mark.spec("R445", "R446")
+@pytest.mark.parametrize(
+    "kills",
+    [("round",), pytest.param(("optimizer", "round", "barrier", "last"), marks=pytest.mark.thorough)],
+    ids=["in the middle of a round", "one after another"],
+)
+def test_rows_of_tables_are_those_of_a_run_without_a_loss(
+    processes: Processes, kills: tuple[str, ...]
+) -> None:
+    seen = [
+        sorted(weights_of(processes, (), "whole", TABLES)),
+        sorted(weights_of(processes, kills, "killed", TABLES)),
+    ]
+    assert len(set(seen[0])) == 2
+    assert seen[0] == seen[1], "the loss has changed rows"
+    files = sorted((processes.folder / "whole").glob("*.safetensors"))
+    assert len(files) == 12
+    for file in files:
+        whole, killed = (by_id(load_file(where)) for where in (file, processes.folder / "killed" / file.name))
+        assert whole.keys() == killed.keys()
+        assert len(whole["ids"])
+        for (
+            name,
+            column,
+        ) in whole.items():  # without rounds, versions count the pushes of all ranks as they come
+            is_any = name == "versions" and file.name.startswith("alone")
+            assert is_any or torch.equal(column, killed[name]), (file, name)
+
+
+def by_id(table: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    order = table["ids"].argsort()
+    return {name: column[order] for name, column in table.items()}
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -129,8 +220,6 @@ def test_impossible_copies_are_refused(processes: Processes, flags: tuple[object
 def test_a_cluster_in_one_process_has_copies() -> None:
     with pytest.raises(kvps.ConfigError, match="--replicas 1 with --servers 1"):
         kvps.LocalCluster(workers=1, servers=1, replicas=1)
-
-    import torch
 
     with kvps.LocalCluster(workers=2, servers=2, replicas=1) as cluster:
 

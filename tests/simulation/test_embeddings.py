@@ -352,6 +352,15 @@ def train_all_alone(job: TableJob, rank: int) -> Script:
     return (yield from kv.pull_tables(dict.fromkeys(TABLES, ALL), job.recipe, job.servers))
 
 
+def is_sum(job: TableJob, result: list[torch.Tensor]) -> None:
+    """All rows are the sum of all pushes."""
+    rows = [EmbeddingRows(job.recipe) for _ in TABLES]
+    for step in range(job.steps):
+        push_all_to(rows, job, step, step + 1, *range(job.workers))
+    for found, table in zip(result, rows, strict=True):
+        assert torch.allclose(found, pull_rows(table, ALL), atol=1e-9)
+
+
 @pytest.mark.spec("R188", "R466")
 @pytest.mark.parametrize("mode", ["async", "ssp"])
 @pytest.mark.parametrize("seed", FEWER)
@@ -363,9 +372,5 @@ def test_each_push_of_several_tables_counts_once(
     job.store = Store(mode=mode, staleness=2)
     with replayable(request, job):
         cluster = play(job, train_all_alone)
-        rows = [EmbeddingRows(job.recipe) for _ in TABLES]
-        for step in range(job.steps):
-            push_all_to(rows, job, step, step + 1, *range(job.workers))
         for client in cluster.ended_well():
-            for found, table in zip(client.result, rows, strict=True):
-                assert torch.allclose(found, pull_rows(table, ALL), atol=1e-9)
+            is_sum(job, client.result)

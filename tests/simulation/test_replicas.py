@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.server.server import Server
+from tests.simulation import test_embeddings as embeddings
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults, Process
 from tests.simulation.training import (
@@ -135,6 +137,72 @@ def test_anything_may_befall_any_one_packet_meanwhile(fate: Sequence[float]) -> 
         cluster.network.at(BEGIN_S + 0.03, lambda: lose_primary(cluster))
 
     befall_each_packet(job_of(has_optimizer=True), fate, COPIED, prepare=prepare)
+
+
+# --- embedding tables -----------------------------------------------------------------------------
+
+
+def with_tables(script: Callable[[embeddings.TableJob, int], Script]) -> Play:
+    """Let a script begin when the copies are level."""
+
+    def begin(job: Job, rank: int) -> Script:
+        yield BEGIN_S
+        assert isinstance(job, embeddings.TableJob)
+        return (yield from script(job, rank))
+
+    return begin, lambda job, result: None
+
+
+def table_job(recipe: EmbeddingSpec, steps: int = 5) -> embeddings.TableJob:
+    job = embeddings.TableJob(3, 2, 2, steps, recipe=recipe, replicas=1)
+    job.faults = Faults(in_order=True)
+    return job
+
+
+@pytest.mark.spec("R445", "R446")
+def test_a_primary_with_a_table_may_die_at_any_packet() -> None:
+    recipe = embeddings.recipe(admit=2, age=2, momentum=0.5, lr=1.0)
+    end_at_each_packet(table_job(recipe), lose_primary, with_tables(embeddings.train))
+
+
+@pytest.mark.spec("R446")
+def test_evictions_are_those_of_a_run_without_a_loss() -> None:
+    """How many rows a server has decides which are evicted; so there is no table of one process to compare."""
+    whole: list[object] = []
+
+    def push(job: Job, rank: int) -> Script:
+        assert isinstance(job, embeddings.TableJob)
+        kv, found = job.store, []
+        yield from kv.open()
+        yield BEGIN_S
+        yield from kv.embed(embeddings.KEY, job.recipe, rank)
+        for step in range(job.steps):
+            ids, rows = job.ids(rank, step), job.rows(rank, step)
+            yield from kv.push_ids(embeddings.KEY, ids, rows, job.servers)
+            pulled = yield from kv.pull_ids(embeddings.KEY, job.recipe, embeddings.ALL, job.servers)
+            found.append(pulled.tolist())
+        yield from kv.barrier()
+        return found, (yield from embeddings.export(job))
+
+    def is_same(job: Job, result: object) -> None:
+        whole.append(result)
+        assert result == whole[0]
+
+    recipe = embeddings.recipe("adagrad", rows=12, lr=0.5)
+    end_at_each_packet(table_job(recipe, 4), lose_primary, (push, is_same))
+
+
+@pytest.mark.spec("R445", "R447")
+def test_a_primary_with_several_tables_may_die_at_any_packet() -> None:
+    end_at_each_packet(table_job(embeddings.recipe(), 3), lose_primary, with_tables(embeddings.train_all))
+
+
+@pytest.mark.spec("R446")
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+def test_each_push_to_tables_counts_once_without_rounds(mode: str) -> None:
+    job = table_job(embeddings.recipe(), 3)
+    job.store = Store(mode=mode, staleness=2)
+    end_at_each_packet(job, lose_primary, (with_tables(embeddings.train_all_alone)[0], embeddings.is_sum))
 
 
 def is_given_up(primary: Process) -> bool:

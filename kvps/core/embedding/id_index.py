@@ -86,11 +86,7 @@ class IdIndex:
 
     def new_slots(self, count: int) -> Slots:
         """Return slots for so many ids, which are still to be written and entered into cells."""
-        size = len(self._cells)
-        while self._count + count > FULL * size:
-            size *= 2
-        if size > len(self._cells):
-            self._rebuild(size)
+        self._widen(count)
         self._count += count
         taken = []
         while count and self._free:
@@ -109,6 +105,26 @@ class IdIndex:
             taken.append(np.arange(self.used, self.used + count))
             self.used += count
         return np.concatenate(taken) if taken else np.empty(0, np.int64)
+
+    def put(self, slots: Slots, ids: Ids) -> None:
+        """Give these slots, which have no id, to ids that have none, each named once."""
+        self._widen(len(slots))
+        used = max(self.used, int(slots.max(initial=-1)) + 1)
+        free = np.concatenate([*self._free, np.arange(self.used, used)])
+        free = free[~np.isin(free, slots)]
+        self._ids = grown(self._ids, self.used, used)
+        self.moves += 1
+        self._free, self.used, self._count = [free] if len(free) else [], used, self._count + len(slots)
+        self._ids[slots] = ids
+        _enter(self._cells, ids, slots, np.int64(0), np.int64(len(self._cells) - 1))
+
+    def _widen(self, more: int) -> None:
+        """Make cells for so many ids more."""
+        size = len(self._cells)
+        while self._count + more > FULL * size:
+            size *= 2
+        if size > len(self._cells):
+            self._rebuild(size)
 
     def _rebuild(self, size: int) -> None:
         """Enter all ids into ``size`` new cells."""

@@ -59,11 +59,7 @@ class Admission:
 
     def count(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Count one push of each id, named once each; return which of them are admitted by it."""
-        width = self.counts.shape[1]
-        places = [
-            (hashes(ids, COUNT_SALT + row) & np.uint64(width - 1)).view(np.int64) for row in range(DEPTH)
-        ]
-        pairs = list(zip(self.counts, places, strict=True))
+        width, pairs = self.counts.shape[1], self._places(ids)
         seen = np.minimum.reduce([counts[at] for counts, at in pairs])
         counts_now = np.minimum(seen, ADMIT_MAX - 1) + np.uint8(1)
         for counts, at in pairs:
@@ -73,6 +69,24 @@ class Admission:
             self.counts >>= 1
             self.counted = 0
         return np.asarray(counts_now >= self._admit)
+
+    def _places(self, ids: Ids) -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]]:
+        """Return the rows of counters, and where those of ids are in each."""
+        mask = np.uint64(self.counts.shape[1] - 1)
+        places = [(hashes(ids, COUNT_SALT + row) & mask).view(np.int64) for row in range(DEPTH)]
+        return list(zip(self.counts, places, strict=True))
+
+    def counts_of(self, ids: Ids) -> npt.NDArray[np.uint8]:
+        """Return the counters of ids, [DEPTH, len(ids)]."""
+        return np.stack([counts[at] for counts, at in self._places(ids)])
+
+    def put(self, ids: Ids, found: npt.NDArray[np.uint8], counted: int) -> None:
+        """Set the counters of ids, as another copy has them; without ids, all counters."""
+        self.counted = counted
+        if not len(ids):
+            self.counts[:] = found
+        for (counts, at), some in zip(self._places(ids), found, strict=True) if len(ids) else ():
+            counts[at] = some
 
     def merge(self, counts: npt.NDArray[np.uint8], counted: int) -> None:
         """Merge another sketch of this width: no id has a smaller count afterwards than it had there."""

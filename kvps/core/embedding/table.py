@@ -95,7 +95,7 @@ class EmbeddingRows:
         self._stamps: Stamps = np.zeros(0, np.int32)
         """By slot, the version that the last push to it made; 0 where there is no row. Of 64 bits from the
         version on that needs them."""
-        self._admission = Admission(recipe.admit) if recipe.admit > 1 else None
+        self.admission = Admission(recipe.admit) if recipe.admit > 1 else None
 
     def __len__(self) -> int:
         return len(self.index)
@@ -126,15 +126,15 @@ class EmbeddingRows:
     @property
     def size_bytes(self) -> int:
         """Bytes of all memory, touched or not."""
-        counts = 0 if self._admission is None else self._admission.counts.nbytes
+        counts = 0 if self.admission is None else self.admission.counts.nbytes
         return self.arenas.size_bytes + self.index.size_bytes + self._stamps.nbytes + counts
 
     # --- rows that come ---------------------------------------------------------------------------
 
     def counts(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Count a push of ids without a row, each named once; return which of them get a row by it."""
-        assert self._admission is not None
-        return self._admission.count(ids)
+        assert self.admission is not None
+        return self.admission.count(ids)
 
     def make_room(self) -> None:
         """Make room for the rows of all slots."""
@@ -157,9 +157,9 @@ class EmbeddingRows:
         """Drop the rows that are too old, or too many, when a push has made ``version``."""
         age, most = self.recipe.max_age, self._rows_max
         if age and version % max(1, age // AGE_STEPS) == 0:
-            self._drop(np.flatnonzero((self._stamps > 0) & (self._stamps < version - age)))
+            self.drop(np.flatnonzero((self._stamps > 0) & (self._stamps < version - age)))
         if most and len(self) > most:
-            self._drop(self._oldest(len(self) - most + most // EVICTED))
+            self.drop(self._oldest(len(self) - most + most // EVICTED))
 
     def _oldest(self, count: int) -> Slots:
         """Return the slots of the ``count`` oldest rows; of equally old ones the lowest ids."""
@@ -170,10 +170,40 @@ class EmbeddingRows:
         order = np.argsort(self.index.ids_at(equal))
         return np.concatenate([older, equal[order[: count - len(older)]]])
 
-    def _drop(self, slots: Slots) -> None:
+    def drop(self, slots: Slots) -> None:
+        """Drop the rows at these slots."""
         self._stamps[slots] = 0
         self.arenas.forget(slots)
         self.index.drop(slots)
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def has_row(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Return which of these slots have a row."""
+        is_known = slots < len(self._stamps)
+        is_known[is_known] = self._stamps[slots[is_known]] > 0
+        return is_known
+
+    def stamps_at(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """Return the versions of the last pushes to rows."""
+        return self._stamps[slots].astype(np.int64)
+
+    def place(self, slots: Slots, ids: Ids, stamps: npt.NDArray[np.int64], columns: Columns) -> None:
+        """Let slots be as they are in another copy: the first have the rows of ``ids``, the others none."""
+        live, had = slots[: len(ids)], self.has_row(slots)
+        is_same = had[: len(ids)].copy()
+        is_same[is_same] = self.index.ids_at(live[is_same]) == ids[is_same]
+        had[: len(ids)] &= ~is_same
+        if had.any():
+            self.drop(slots[had])
+        if len(live):
+            self.index.put(live[~is_same], ids[~is_same])
+            self.make_room()
+            self.stamp(live, stamps, int(stamps.max()))
+            for some in (is_same, ~is_same):  # a row that is new lies nowhere yet
+                part = {name: column[torch.from_numpy(some)] for name, column in columns.items()}
+                self.arenas.group((self.arenas,)).write(live[some], (int(some.sum()),), part)
+            self.arenas.settle()
 
     # --- exports and images -----------------------------------------------------------------------
 
@@ -196,15 +226,15 @@ class EmbeddingRows:
             stop = int(slots[-1]) + 1
         columns = self.arenas.read(slots, None if with_state else (WEIGHT,))
         following = stop if stop < self.index.used else 0
-        return ExportBatch(self.index.ids_at(slots), self._stamps[slots].astype(np.int64), columns, following)
+        return ExportBatch(self.index.ids_at(slots), self.stamps_at(slots), columns, following)
 
     def keep(self) -> tuple[TableState, Callable[[], None]]:
         """Return the table as it is now, and a function that releases it."""
         slots, arenas, release = self.arenas.keep(self.index.used)
-        admission = self._admission
+        admission = self.admission
         kept = TableState(
             self.index.ids_at(slots),
-            self._stamps[slots].astype(np.int64),
+            self.stamps_at(slots),
             arenas,
             None if admission is None else admission.counts.copy(),
             0 if admission is None else admission.counted,
@@ -223,8 +253,8 @@ class EmbeddingRows:
 
     def count_in(self, counts: npt.NDArray[np.uint8], counted: int) -> None:
         """Take in how often ids without a row were pushed, as an image has it."""
-        if self._admission is not None and self._admission.counts.shape == counts.shape:
-            self._admission.merge(counts, counted)
+        if self.admission is not None and self.admission.counts.shape == counts.shape:
+            self.admission.merge(counts, counted)
 
     def check(self) -> None:
         """Assert the invariants: whatever has a slot has a stamp, and room for its row."""

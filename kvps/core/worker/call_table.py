@@ -323,8 +323,8 @@ class CallTable:
             case p.Answer():
                 request = link.answer(message.seq, packet)
                 if request is not None:
-                    if self.kept is not None and type(message) is p.Pulled and request.server is not None:
-                        self.kept.told(request.server, message)
+                    if self.kept is not None and request.server is not None:
+                        self.kept.told(request, message)
                     self.answered(request, packet, now)
             case p.Probed():
                 self._probed(link, message, now)

@@ -38,6 +38,8 @@ class KeptPushes:
         self._stores = stores
         self._kept: dict[tuple[int, int | str], dict[Request, tuple[Elements, int]]] = {}
         """(server, chunk or key of rows) -> push -> its elements, and the version that its round makes."""
+        self._of_tables: dict[int, dict[Request, dict[int, int]]] = {}
+        """Server -> push -> the chunks of its tables whose rounds are open, and the versions they make."""
 
     def acknowledged(self, request: Request, version: int) -> None:
         """A server has taken in a request; of a push, the elements are at ``version`` at least."""
@@ -45,42 +47,68 @@ class KeptPushes:
         if not isinstance(message, p.Push | p.PushRows | p.PushTables):
             return
         assert request.server is not None
+        is_ordered = not isinstance(owner, HasCall) or self._stores[owner.call.store].ordered
+        if isinstance(message, p.PushTables):
+            self._show_tables(request.server, [(part.chunk, version) for part in message.parts])
+            due = {part.chunk: part.number + 1 for part in message.parts if part.number >= version}
+            if due and is_ordered:
+                self._of_tables.setdefault(request.server, {})[_again(request)] = due
+            return
         elements: Elements = ()
         place: int | str
         if isinstance(message, p.Push):
             elements = tuple([(start, size) for start, size, _ in message.runs])
             place, number = message.chunk, max([number for _, _, number in message.runs])
-        elif isinstance(message, p.PushRows):
-            place, number = message.key, message.number
         else:
-            place, number = message.chunk, max([part.number for part in message.parts])
+            place, number = message.key, message.number
         kept = self._kept.setdefault((request.server, place), {})
         for other in [other for other, (where, due) in kept.items() if where == elements and due <= version]:
             del kept[other]
-        is_closed = number < version
-        if isinstance(owner, HasCall):
-            is_closed = is_closed or not self._stores[owner.call.store].ordered
-        if not is_closed:
-            again = Request(request.server, message, None, request.payload_bytes, request.lane)
-            again.payload = tuple([frame.clone() for frame in request.payload])
-            kept[again] = elements, number + 1
+        if number >= version and is_ordered:
+            kept[_again(request)] = elements, number + 1
 
-    def told(self, server: int, pulled: p.Pulled) -> None:
-        """A server has answered with values."""
+    def told(self, request: Request, pulled: p.Answer) -> None:
+        """A server has answered, perhaps with values."""
+        asked, server = request.message, request.server
+        assert server is not None
+        if isinstance(pulled, p.PulledTables) and isinstance(asked, p.PullTables):
+            stands = zip(asked.parts, pulled.stands, strict=False)
+            self._show_tables(server, [(part.chunk, stand.version) for part, stand in stands])
+        if not isinstance(pulled, p.Pulled):
+            return
         kept = self._kept.get((server, pulled.chunk), {})
         for request, (elements, due) in list(kept.items()):
             if all(_shows(pulled, start, size, due) for start, size in elements):
                 del kept[request]
+
+    def _show_tables(self, server: int, shown: list[tuple[int, int]]) -> None:
+        """The tables of these chunks have these versions."""
+        kept = self._of_tables.get(server, {})
+        for push, due in list(kept.items()):
+            for chunk, version in shown:
+                if due.get(chunk, version + 1) <= version:
+                    del due[chunk]
+            if not due:
+                del kept[push]
 
     def take(self, server: int) -> Iterator[Request]:
         """Yield the pushes that a server is to be sent again, which keeps none of them here."""
         for place in [place for place in self._kept if place[0] == server]:
             kept = self._kept.pop(place)
             yield from sorted(kept, key=lambda request: kept[request][1])
+        yield from self._of_tables.pop(server, {})
 
     def clear(self) -> None:
         """Keep nothing: the servers have returned to a cut."""
         self._kept.clear()
+        self._of_tables.clear()
+
+
+def _again(request: Request) -> Request:
+    """Return a push that can be sent again, with a copy of its bytes."""
+    again = Request(request.server, request.message, None, request.payload_bytes, request.lane)
+    again.payload = tuple([frame.clone() for frame in request.payload])
+    return again
 
 
 def _shows(pulled: p.Pulled, start: int, size: int, version: int) -> bool:

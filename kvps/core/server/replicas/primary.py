@@ -26,16 +26,20 @@ from typing import NamedTuple, cast
 
 from kvps import protocol as p
 from kvps.core.effects import Effect, Hold, Route, Send
+from kvps.core.embedding.spec import message_of
+from kvps.core.embedding.table import EmbeddingRows
 from kvps.core.membership_client import MembershipClient
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
 from kvps.core.server.replicas.state import by_text, copied_key, settings_of, settled, why_not
+from kvps.core.server.replicas.tables import TableChanges
 from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.rules.rule import Rule
 from kvps.core.server.store import ServerStore
 from kvps.dtypes import BY_NAME
+from kvps.errors import StorageError
 from kvps.protocol.envelope import Message, Packet
 from kvps.tensors import dtype_of, to_frame
 
@@ -48,7 +52,7 @@ DISMISS_S = 3.0
 KEYS_MAX = 256
 """Keys in one message."""
 
-OF_STORES = (p.Open, p.Close, p.Optimize, p.Rate, p.Join, p.Return, p.Revive, p.Embed)
+OF_STORES = (p.Open, p.Close, p.Optimize, p.Rate, p.Join, p.Return, p.Revive)
 """Requests that may change settings of stores."""
 
 
@@ -101,6 +105,8 @@ class Replicator:
         """Answers of which it is not known yet for which packet they wait."""
         self._held: deque[tuple[int, Effect]] = deque()
         """(number of the packet that must be acknowledged, answer)."""
+        self._tables: dict[int, TableChanges] = {}
+        """Chunk -> what has changed in the table that it stands for."""
 
     def attach(self, context: RequestContext, control: Control, rules: RuleBook) -> None:
         """Copy these parts from now on; those before are no more, and neither are the answers that wait."""
@@ -205,6 +211,14 @@ class Replicator:
         elif kind is p.SetState:
             state = cast(p.SetState, message)
             self._mark(state.chunk, state.start, state.start + state.size)
+        elif kind is p.Embed:
+            made = cast(p.Embed, message)
+            (piece,) = self._context.stores[made.store].shards[made.key].pieces
+            self._mark(piece.chunk, 0, 1)
+            self._keys.setdefault(made.store, {})[made.key] = None
+            self._layouts.add(made.store)
+        elif kind is p.TableRate:
+            self._mark(cast(p.TableRate, message).chunk, 0, 1)
         elif kind in OF_STORES:
             self.note_all(values=kind is p.Revive)
 
@@ -250,7 +264,7 @@ class Replicator:
 
     def _watch(self, rule: Rule) -> None:
         """Note the values that a rule moves."""
-        number, move, skip = rule.chunk.number, rule.move, rule.skip
+        number, move, skip, apply = rule.chunk.number, rule.move, rule.skip, rule.apply
 
         def noted(change: Callable[..., None]) -> Callable[..., None]:
             def moved(span: Span, *rest: object) -> None:
@@ -264,6 +278,8 @@ class Replicator:
         rule.move, rule.skip = noted(move), noted(skip)  # type: ignore[method-assign]
         if is_plain:
             rule.apply = rule.move  # type: ignore[method-assign]
+        elif rule.chunk.embedding is not None:  # it moves before the door ends
+            rule.apply = noted(apply)  # type: ignore[method-assign]
 
     # --- sending ------------------------------------------------------------------------------
 
@@ -279,6 +295,9 @@ class Replicator:
         self._keys: dict[str, dict[str, None]] = {}
         self._layouts: set[str] = set()
         self._ranges: dict[int, dict[tuple[int, int], None]] = {}
+        for changes in self._tables.values():
+            changes.end()
+        self._tables.clear()
         self._is_set = True
         self.reason = ""
 
@@ -340,7 +359,9 @@ class Replicator:
                 if not ranges:
                     del self._ranges[number]
                 chunk = self._chunks.by_number.get(number)
-                if chunk is not None:
+                if chunk is not None and chunk.embedding is not None:
+                    self._copy_table(chunk, chunk.embedding)
+                elif chunk is not None:
                     self._copy_values(chunk, start, stop)
             self._copy_keys()
         if self.reason:
@@ -367,6 +388,9 @@ class Replicator:
             self._keys.pop(name, None)
             self._sent_layouts = {
                 number: sent for number, sent in self._sent_layouts.items() if sent[0] != name
+            }
+            self._tables = {
+                number: known for number, known in self._tables.items() if number in self._chunks.by_number
             }
         if self._member.seat.most:
             self.reason = "the workers of the job come and go"  # who has entered is not copied
@@ -435,6 +459,20 @@ class Replicator:
             )
             payload = (chunk.buffer.octets[low * width : high * width], *map(to_frame, rows.values()))
             self._say(message, payload, chunk.buffer.hold())
+
+    def _copy_table(self, chunk: Chunk, table: EmbeddingRows) -> None:
+        """Send the rows of a table that have changed; a block of them while the copy is not level."""
+        changes = self._tables.get(chunk.number)
+        if changes is None or changes.table is not table:
+            changes = self._tables[chunk.number] = TableChanges(table)
+            self._say(message_of(chunk.store, chunk.keys[0], table.recipe))
+        try:
+            for message, payload in changes.messages(chunk, is_whole=self.is_level):
+                self._say(message, payload)
+        except StorageError as error:
+            self.reason = str(error)
+        if changes.are_left:
+            self._mark(chunk.number, 0, 1)
 
     def _say(self, message: Message, payload: tuple[memoryview, ...] = (), hold: Hold | None = None) -> None:
         self._number += 1

@@ -14,10 +14,12 @@ from kvps.core.effects import Connect, Note, Outbox
 from kvps.core.membership_client import MembershipClient
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.refusals import Attempt, RefusedCall
+from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
 from kvps.core.server.participation import JoinTracker
+from kvps.core.server.replicas import tables
 from kvps.core.server.replicas.state import by_rank
 from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.store import Setting, Shard
@@ -59,6 +61,8 @@ class Follower:
         """Fill these parts from now on, which are empty."""
         self._context, self._control, self._rules = context, control, rules
         self._chunks = context.chunks
+        self._rows: list[tuple[p.CopyRows, Sequence[memoryview]]] = []
+        """Rows of a table that are taken in with others, which are still to come."""
 
     def learn(self, primary: Member, epoch: int, now: float) -> bool:
         """A view names the primary; return whether its copy is to begin anew."""
@@ -144,6 +148,10 @@ class Follower:
                 self._name(message)
             case p.CopyValues():
                 self._fill(message, payload)
+            case p.Embed():
+                self._embed(message)
+            case p.CopyRows():
+                self._take_rows(message, payload)
             case _:
                 assert isinstance(message, p.CopyLevel), message
                 self.is_level = True
@@ -230,7 +238,29 @@ class Follower:
             }
             store.restore(chunk, start, stop, message.step, states)
         for span in chunk.cut(start, stop):
-            span.version, span.step = message.version, message.step
-            span.pushed = by_rank(message.pushed)
-            span.head_start, span.clock_from = by_rank(message.head_start), by_rank(message.clock_from)
+            _put_history(span, message)
         self.copied_bytes += sum([frame.nbytes for frame in payload])
+
+    def _embed(self, message: p.Embed) -> None:
+        """Let the chunk of a table stand for it, without rows yet."""
+        store = self._context.store(message.store)
+        (chunk,) = [chunk for chunk in self._chunks.of_store(store.name) if chunk.keys == [message.key]]
+        tables.make(chunk, store, message, self._chunks.servers)
+        self._rules.recompose()
+
+    def _take_rows(self, message: p.CopyRows, payload: Sequence[memoryview]) -> None:
+        """Take rows in when all are here that belong together."""
+        self._rows.append((message, payload))
+        if message.more:
+            return
+        chunk = self._chunks.at(message.chunk)
+        for part, frames in self._rows:
+            tables.take_in(chunk, self._context.stores[chunk.store], part, frames)
+            self.copied_bytes += sum([frame.nbytes for frame in frames])
+        self._rows.clear()
+        _put_history(chunk.spans[0], message)
+
+
+def _put_history(span: Span, message: p.CopyValues | p.CopyRows) -> None:
+    span.version, span.step, span.pushed = message.version, message.step, by_rank(message.pushed)
+    span.head_start, span.clock_from = by_rank(message.head_start), by_rank(message.clock_from)

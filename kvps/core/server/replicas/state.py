@@ -7,7 +7,6 @@ from itertools import chain
 from typing import cast
 
 from kvps import protocol as p
-from kvps.core.placement import EMBEDDING
 from kvps.core.refusals import RefusedCall
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.participation import StoreLife
@@ -26,8 +25,6 @@ def why_not(store: ServerStore) -> str:
         return f"{name} counts late pushes in the next round"
     if store.updater is not None and store.updater.tracks_pulls:
         return f"the optimizer of {name} depends on what workers have pulled"
-    if any(key.startswith(EMBEDDING) for key in store.shards):
-        return f"{name} has embedding tables"
     return ""
 
 

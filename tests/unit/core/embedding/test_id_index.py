@@ -33,6 +33,20 @@ def test_slots_of_dropped_ids_are_used_again_first() -> None:
     index.check()
 
 
+def test_ids_are_put_at_slots_that_are_given() -> None:
+    index, dice = IdIndex(), np.random.default_rng(2)
+    index.add(np.arange(5))
+    index.drop(np.array([1, 3]))
+    index.put(np.array([9, 3]), np.array([70, 71]))
+    index.check()
+    assert index.find(np.array([70, 71, 0, 1])).tolist() == [9, 3, 0, -1]
+    slots = np.setdiff1d(dice.permutation(CELLS_MIN * 2), [0, 2, 3, 4, 9])
+    index.put(slots, slots + 1000)
+    index.check()
+    assert np.array_equal(index.find(slots + 1000), slots)
+    assert index.add(np.array([-1, -2])).tolist() == [2 * CELLS_MIN, 2 * CELLS_MIN + 1]
+
+
 def test_growing_leaves_the_dropped_dropped() -> None:
     index = IdIndex()
     index.add(np.arange(600))

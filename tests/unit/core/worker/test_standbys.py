@@ -8,7 +8,7 @@ from kvps.core.server import options
 from kvps.core.worker.connection import Request
 from kvps.core.worker.kept_pushes import KeptPushes
 from kvps.errors import ServerLost, Timeout
-from kvps.protocol.envelope import Node, Role
+from kvps.protocol.envelope import Message, Node, Role
 from tests.simulation.cluster import Cluster
 from tests.simulation.test_replicas import BEGIN_S, COPIED, job_of, lose_primary, train
 from tests.simulation.training import ON_TIME, play_with
@@ -47,7 +47,7 @@ def test_a_server_without_a_level_standby_is_lost_as_ever() -> None:
             raise client.error or AssertionError("it ended well")
 
 
-def sent(message: p.Push | p.PushRows | p.PushTables | p.Open) -> Request:
+def sent(message: Message) -> Request:
     """Return a request without a call, as those that are sent again."""
     request = Request(0, message)
     request.payload = (torch.tensor([1.0, 2.0]),)
@@ -60,21 +60,38 @@ def test_pushes_are_kept_until_their_version_is_shown() -> None:
     dense = p.Push(3, 1, (0,), 1.0, False, (p.Run(0, 2, 4),))
     later = p.Push(3, 1, (0,), 1.0, False, (p.Run(0, 2, 5),))
     rows = p.PushRows("kv", "r", 1, (0,), 4, 2, 1)
-    tables = p.PushTables((0,), (), (p.TablePart(7, 4, 1),))
-    for message in (later, dense, rows, tables, p.Open("kv", "sync", 0, False, "wait", 9)):
+    for message in (later, dense, rows, p.Open("kv", "sync", 0, False, "wait", 9)):
         kept.acknowledged(sent(message), 4)
-    kept.told(0, p.Pulled(1, 3, 1, True, (p.Stand(0, 1, 6, 6), p.Stand(1, 1, 4, 6))))
+    asked = sent(p.Open("kv", "sync", 0, False, "wait", 9))
+    kept.told(asked, p.Done(3))
+    kept.told(asked, p.Pulled(1, 3, 1, True, (p.Stand(0, 1, 6, 6), p.Stand(1, 1, 4, 6))))
     found = list(kept.take(0))
-    assert [request.message for request in found] == [dense, later, rows, tables]
+    assert [request.message for request in found] == [dense, later, rows]
     assert all(request.owner is None for request in found)
     for request in found:
         kept.acknowledged(request, 5)
     assert [request.message for request in kept.take(0)] == [later]
     kept.acknowledged(sent(later), 5)
-    kept.told(0, p.Pulled(1, 3, 1, True, (p.Stand(0, 2, 6, 6),)))
+    kept.told(asked, p.Pulled(1, 3, 1, True, (p.Stand(0, 2, 6, 6),)))
     assert not list(kept.take(0))
     kept.acknowledged(sent(later), 5)
     kept.clear()
+    assert not list(kept.take(0))
+
+
+@pytest.mark.spec("R448")
+def test_pushes_of_tables_are_kept_until_the_version_of_each_is_shown() -> None:
+    kept = KeptPushes({})
+    both = p.PushTables((0,), (), (p.TablePart(7, 4, 1), p.TablePart(8, 9, 1)))
+    first = p.PushTables((0,), (), (p.TablePart(7, 5, 1), p.TablePart(9, 3, 1)))
+    kept.acknowledged(sent(both), 4)
+    kept.acknowledged(sent(first), 12)  # it shows nothing of the second table
+    asked = sent(p.PullTables((p.TablePart(8, 0, 1),)))
+    kept.told(asked, p.PulledTables(1, (), (), (p.TableStand(9, 10),)))
+    (found,) = kept.take(0)
+    assert found.message == both
+    kept.acknowledged(found, 5)
+    kept.told(asked, p.PulledTables(1, (), (), (p.TableStand(10, 10),)))
     assert not list(kept.take(0))
 
 
