@@ -13,14 +13,13 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 
 from kvps import config
@@ -28,24 +27,19 @@ from kvps import protocol as p
 from kvps.core import manifest
 from kvps.core.manifest import Published
 from kvps.core.reader import Ask, Reader
-from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, ProtocolError, Timeout
 from kvps.net.driver import Inbox, drive
 from kvps.net.transport import Refused, Unserved
 from kvps.phrases import some_of
 from kvps.protocol.envelope import KEY_MAX, Packet, Role
-from kvps.protocol.publications import READ_BYTES_MAX
 from kvps.runtime.key_files import load_if_any
 from kvps.runtime.member_process import own_identity
 from kvps.runtime.transport import open_transport
-from kvps.tensors import TORCH
+from kvps.version_memory import VersionMemory, rows_of
 
 if TYPE_CHECKING:
     from os import PathLike
 
-ALIGN = 64
-GAP_BYTES = 4096
-"""Bytes between two parts of a block for which one request reads both."""
 FETCH_MAX_S = 300.0
 """Seconds that reading a version may take, unless the call gives a limit."""
 DIFFERENCES_MAX = 20
@@ -55,9 +49,6 @@ ONCE_S = 1.0
 CANCEL_EVERY_S = 0.05
 
 T = TypeVar("T")
-
-Copy = tuple[int, int, int]
-"""Where bytes go, where they begin in an answer, and their number."""
 
 
 def subscribe(
@@ -138,9 +129,13 @@ class Subscription:
         self._published: list[Published] = []
         self._tensors: dict[str, torch.Tensor] | None = None
         """Those of the version, once they are read."""
-        self._memory: np.ndarray[Any, Any] | None = None
+        self._memory: VersionMemory | None = None
         """Where they lie; for the next version, too, if nobody was given one of them."""
         self._is_given = False
+        self._holds = 0
+        """The version that is there; 0 if none is as a whole."""
+        self.bytes_read = 0
+        """Bytes that it took to read the version: less than its size where an older one was here."""
         self.age_s = 0.0
         """Seconds for which the version had been there when :meth:`wait` returned."""
 
@@ -199,7 +194,7 @@ class Subscription:
             found.append(packet.message)
             return is_once or packet.message.number > newer
 
-        asks = {0: [Ask(0, p.Watch(self.name, newer), take)]}
+        asks = [Ask(0, p.Watch(self.name, newer), take)]
         try:
             self._ask(asks, until, "wait()")
             if found[-1].number <= newer:
@@ -222,10 +217,10 @@ class Subscription:
             octets.extend([bytes(frame) for frame in packet.payload])
             return True
 
-        asks = {
-            server: [Ask(server, p.Retain(self.name, number, wants_manifest=not server), take)]
+        asks = [
+            Ask(server, p.Retain(self.name, number, not server, self._holds), take)
             for server in range(self._reader.servers)
-        }
+        ]
         self._ask(asks, until, "wait()")
         published = manifest.decode(b"".join(octets))
         servers = self._reader.servers
@@ -288,9 +283,23 @@ class Subscription:
         with self._lock:
             return digest_of(self._fetched(timeout)[name])
 
+    def fetch(self, timeout: float | None = None) -> int:
+        """Read the version into this process, so that :meth:`load` only copies; return its number.
+
+        From servers on other hosts come the changes since the version before that was read here, where these
+        are fewer bytes.
+
+        Raises:
+            KeyNotFound: as :meth:`tensors`.
+        """
+        with self._lock:
+            self._fetched(timeout)
+            assert self.version is not None
+            return self.version
+
     def _demand_alike(self, targets: Mapping[str, torch.Tensor], strict: bool) -> None:
         unfit = {name: _unfit(target) for name, target in targets.items()}
-        shapes = {tensor.name: _rows(tensor, self._shard)[1] for tensor in self._published}
+        shapes = {tensor.name: rows_of(tensor, self._shard)[1] for tensor in self._published}
         wrong = [f"{name!r} is missing in the module" for name in shapes if name not in targets and strict]
         wrong += [f"{name!r} was not published" for name in targets if name not in shapes and strict]
         wrong += [f"{name!r} {unfit[name]}" for name in shapes if unfit.get(name)]
@@ -314,33 +323,21 @@ class Subscription:
         return self._tensors
 
     def _fetch(self, limit_s: float) -> dict[str, torch.Tensor]:
-        """Read the version."""
-        parts: dict[tuple[int, int], list[Copy]] = {}
-        places: list[tuple[Published, int, tuple[int, ...]]] = []
-        end = 0
-        for tensor in self._published:
-            (first, stop), shape = _rows(tensor, self._shard)
-            places.append((tensor, end, shape))
-            for extent in tensor.extents:
-                low, high = max(first, extent.offset), min(stop, extent.offset + extent.size)
-                if low < high:
-                    at = extent.start + low - extent.offset
-                    parts.setdefault((extent.server, extent.block), []).append(
-                        (end + low - first, at, high - low)
-                    )
-            end += -(-(stop - first) // ALIGN) * ALIGN
-        memory = self._memory
-        if memory is None or self._is_given or len(memory) != end:
-            memory = torch.empty(end, dtype=torch.uint8).numpy()
-        self._memory, self._is_given = memory, False
-        asks: dict[int, list[Ask]] = {}
+        """Read the version, or what has changed since the one that is here."""
+        until, older, base = time.monotonic() + limit_s, self._memory, self._holds
         assert self.version is not None
-        for (server, block), copies in sorted(parts.items()):
-            for start, size, group in _grouped(copies):
-                message = p.Read(self.name, self.version, block, start, size)
-                asks.setdefault(server, []).append(Ask(server, message, partial(_take, memory, group)))
-        self._ask(asks, time.monotonic() + limit_s, f"reading version {self.version} of {self.name!r}")
-        return {tensor.name: _view(memory, tensor, start, shape) for tensor, start, shape in places}
+        memory = VersionMemory(self._published, self._shard)
+        is_alike = older is not None and base > 0 and older.published == self._published
+        far = [n for n in range(self._reader.servers) if is_alike and not self._reader.is_near(n)]
+        memory.begin(older, is_given=self._is_given, copies=bool(far))
+        was_given, self._memory, self._is_given, self._holds = self._is_given, memory, False, 0
+        what = f"reading version {self.version} of {self.name!r}"
+        asks = memory.asks(self.name, self.version, dict.fromkeys(far, base), proves=was_given)
+        self._ask(asks, until, what)
+        if memory.unproved:
+            self._ask(memory.reads_again(self.name, self.version), until, what)
+        self._holds, self.bytes_read = self.version, memory.bytes_read
+        return memory.tensors()
 
     # --- the end ----------------------------------------------------------------------------------------
 
@@ -353,9 +350,7 @@ class Subscription:
                 return
             if self.version is not None:
                 none = p.Retain(self.name, 0)
-                asks = {
-                    server: [Ask(server, none, lambda packet: True)] for server in range(self._reader.servers)
-                }
+                asks = [Ask(server, none, lambda packet: True) for server in range(self._reader.servers)]
                 with suppress(KvpsError):
                     self._ask(asks, time.monotonic() + 1.0, "close()")
             self._is_closed, self._tensors, self._memory = True, None, None
@@ -418,7 +413,7 @@ class Subscription:
     def __repr__(self) -> str:
         return f"<kvps.Subscription {self.name!r} version {self.version}>"
 
-    def _ask(self, asks: Mapping[int, list[Ask]], until: float, what: str) -> None:
+    def _ask(self, asks: Iterable[Ask], until: float, what: str) -> None:
         """Make requests, and wait until all are answered.
 
         Raises:
@@ -433,9 +428,9 @@ class Subscription:
             raise ConfigError(f"the subscription to {self.name!r} is closed")
         if not self._reader.servers:
             self._drive([], until, what)
-        self._drive([ask for some in asks.values() for ask in some], until, what)
+        self._drive(asks, until, what)
 
-    def _drive(self, asks: list[Ask], until: float, what: str) -> None:
+    def _drive(self, asks: Iterable[Ask], until: float, what: str) -> None:
         self._reader.forget()  # a call may have been interrupted, or have failed before all had answered
         self._inbox.requests.clear()
         self._inbox.put(Reader.begin, asks, until, what)
@@ -465,50 +460,3 @@ def digest_of(tensor: torch.Tensor) -> str:
     """Return the digest of a tensor's bytes, as :meth:`Subscription.digest` has it."""
     octets = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(octets.data, digest_size=16).hexdigest()
-
-
-def _rows(tensor: Published, shard: tuple[int, int] | None) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Return the bytes of a tensor that a shard has, and their shape."""
-    shape = tensor.spec.shape
-    if shard is None or not shape:
-        return (0, tensor.size), shape
-    rank, size = shard
-    first, stop = shape[0] * rank // size, shape[0] * (rank + 1) // size
-    width = tensor.size // shape[0] if shape[0] else 0
-    return (first * width, stop * width), (stop - first, *shape[1:])
-
-
-def _grouped(copies: list[Copy]) -> Iterator[tuple[int, int, list[Copy]]]:
-    """Yield requests for the parts of a block: where it begins, its size, and what to copy of the answer."""
-    group: list[Copy] = []
-    first = last = 0
-    for to, start, size in sorted(copies, key=lambda copy: copy[1]):
-        while size:
-            if group and (start > last + GAP_BYTES or start >= first + READ_BYTES_MAX):
-                yield first, last - first, group
-                group = []
-            if not group:
-                first = last = start
-            taken = min(size, first + READ_BYTES_MAX - start)
-            group.append((to, start - first, taken))
-            to, start, size = to + taken, start + taken, size - taken
-            last = max(last, start)
-    if group:
-        yield first, last - first, group
-
-
-def _take(memory: np.ndarray[Any, Any], copies: list[Copy], packet: Packet) -> bool:
-    """Copy what was read to where it belongs."""
-    octets = np.frombuffer(packet.payload[0], np.uint8)
-    for to, start, size in copies:
-        memory[to : to + size] = octets[start : start + size]
-    return True
-
-
-def _view(
-    memory: np.ndarray[Any, Any], tensor: Published, start: int, shape: tuple[int, ...]
-) -> torch.Tensor:
-    dtype = TORCH[tensor.spec.dtype]
-    count = int(np.prod(shape, dtype=np.int64))
-    octets = memory[start : start + count * BY_NAME[tensor.spec.dtype].itemsize]
-    return torch.from_numpy(octets).view(dtype).view(shape)

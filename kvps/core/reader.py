@@ -54,6 +54,8 @@ class Link:
 
     endpoint: str = ""
     incarnation: int = 0
+    is_near: bool = False
+    """It is on this host."""
     is_ready: bool = False
     greeted_at: float = -math.inf
     heard_at: float = 0.0
@@ -115,6 +117,10 @@ class Reader(Core):
             self._is_connected = True
             self.outbox.append(Connect("scheduler", self._me.scheduler))
         self._go_on(now)
+
+    def is_near(self, server: int) -> bool:
+        """Whether a server is on this host."""
+        return self._links[server].is_near
 
     def forget(self) -> None:
         """Forget all requests: what still answers them is not heard."""
@@ -196,9 +202,9 @@ class Reader(Core):
                         link.endpoint, link.incarnation = place
                         link.is_ready, link.greeted_at = False, -math.inf
                         key = keys[index] if keys else ""
-                        is_near = 0 != member.machine == self._me.machine
+                        link.is_near = 0 != member.machine == self._me.machine
                         name = f"server {member.rank}"
-                        self.outbox.append(Connect(name, member.endpoint, is_near, key))
+                        self.outbox.append(Connect(name, member.endpoint, link.is_near, key))
                 self.servers = len(members)
             case p.Error(code=code, text=text):
                 self._fail(from_code(code, text), now)

@@ -37,7 +37,7 @@ LISTENING = {Role.SCHEDULER: Place.SCHEDULER, Role.SERVER: Place.SERVER, Role.WO
 
 _MEMBER = frozenset({p.Enrol, p.Hello, p.Beat, p.Leave, p.Alive, p.Look, p.Ping, p.Error, p.ClockIs, p.Spans})
 _SHARING = frozenset({p.Offer, p.Taken, p.Release})
-_READS = frozenset({p.Hello, p.Watch, p.Retain, p.Read})
+_READS = frozenset({p.Hello, p.Watch, p.Retain, p.Read, p.ReadChanges})
 
 ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     Place.SCHEDULER: {
@@ -83,7 +83,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         | {p.StreamAt, p.Welcome, p.Error, p.Ack, p.Done, p.Probed, p.Declared, p.FoundAll}
         | {p.Pulled, p.PulledRows, p.Changed}
         | {p.PulledTables, p.Exported, p.StateIs, p.StatusIs, p.Joined, p.HistoryIs, p.Revived, p.Ping}
-        | {p.Opened, p.Closed, p.VersionIs, p.Retained, p.Octets}
+        | {p.Opened, p.Closed, p.VersionIs, p.Retained, p.Octets, p.Changes}
         | {p.Open, p.CopyBegin, p.CopyStores, p.CopyStore, p.CopyChunk, p.CopyKeys, p.CopyValues, p.CopyLevel}
         | {p.Embed, p.CopyRows}
     },

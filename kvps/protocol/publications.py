@@ -9,6 +9,8 @@ KEEP_MAX = 1024
 """How many versions of a publication may stay that no reader uses."""
 READ_BYTES_MAX = 8 << 20
 """Octets that one READ may ask for."""
+CHANGES_BYTES_MAX = 1 << 20
+"""Octets whose changes one READ-CHANGES may ask for: a server compares them before it serves others."""
 
 
 def _sizes(size: int) -> tuple[int, ...]:
@@ -118,6 +120,8 @@ class Retain(Message):
     publication: str
     number: int
     wants_manifest: bool = False
+    base: int = 0
+    """An older version whose octets I have. It stays, too, so that I can ask what has changed; 0 for none."""
 
 
 @tag(169)
@@ -150,4 +154,39 @@ class Octets(Answer):
 
     def payload_sizes(self) -> tuple[int, ...]:
         """The octets."""
+        return _sizes(self.size)
+
+
+@tag(172)
+class ReadChanges(Message):
+    """Reader to server: octets of a block, please, or what has changed since an older version."""
+
+    publication: str
+    number: int
+    block: int
+    start: int
+    size: int
+    base: int
+    """The older version."""
+    width: int
+    """Octets of an element, of which changes consist: 1, 2, 4 or 8."""
+    proves: bool = False
+    """Tell the CRC-32 also where the server knows that nothing has changed."""
+
+
+@tag(173)
+class Changes(Answer):
+    """Answer to READ-CHANGES: elements to write over those of the older version."""
+
+    count: int = 0
+    """How many there are."""
+    runs: int = 0
+    """In how many runs; 0 if they are scattered."""
+    check: int = 0
+    """The CRC-32 of the octets when that is done, plus 2^32; 0 if the server knows that nothing has changed
+    and need not prove it."""
+    size: int = 0
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """Where elements are, and the elements; nothing if nothing has changed."""
         return _sizes(self.size)

@@ -391,6 +391,8 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (SERVER, m.Retained(42, 2), (memoryview(b"[]"),)),
         (READER, m.Read("policy", 5, 3, 8, 12), ()),
         (SERVER, m.Octets(42, 12), (floats(1.0, -2.0, 0.5),)),
+        (READER, m.ReadChanges("policy", 5, 3, 8, 12, 4, 4, True), ()),
+        (SERVER, m.Changes(42, 1, 0, 2**32 + 7, 5), (memoryview(b"\x02" + floats(0.25).tobytes()),)),
     ]
 
 

@@ -21,12 +21,16 @@ A return to a cut leaves publications alone: what was published stays what it wa
 from __future__ import annotations
 
 import math
+import zlib
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from kvps import protocol as p
+from kvps.core.deltas import difference
 from kvps.core.effects import Effect, Note, Route, Send
 from kvps.core.membership_client import MembershipClient, check_protocol
 from kvps.core.server.chunks.slab import Buffer
@@ -37,8 +41,8 @@ from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, Overload, ProtocolError
 from kvps.phrases import ranks_in_words
 from kvps.protocol.envelope import Envelope, Message, Packet
-from kvps.protocol.publications import KEEP_MAX, READ_BYTES_MAX
-from kvps.tensors import from_frame, to_frame
+from kvps.protocol.publications import CHANGES_BYTES_MAX, KEEP_MAX, READ_BYTES_MAX
+from kvps.tensors import PRIVATE, Memory, from_frame, to_frame
 
 LEASE_S = 60.0
 """Seconds without a word after which a reader uses no version any more."""
@@ -58,6 +62,8 @@ AWAY_MAX = 64
 """Messages on their way to one reader: each may keep a whole buffer."""
 ANNOUNCED_KEPT = 64
 NAMES_MAX = 16
+WIDTHS = (1, 2, 4, 8)
+"""Bytes of an element."""
 
 ReaderId = tuple[int, int]
 """Rank and incarnation of a reader: numbers that it has drawn."""
@@ -115,8 +121,8 @@ class Reader:
 
     route: Route
     heard_at: float
-    uses: dict[str, int] = field(default_factory=dict)
-    """Publication -> the version that it retains."""
+    uses: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Publication -> the version that it retains, and the older one of which it has all bytes."""
     watches: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Publication -> the seq of its WATCH, and the version that it has."""
     away_bytes: int = 0
@@ -358,8 +364,8 @@ class Publications:
         name = next(name for name, known in self.by_name.items() if known is publication)
         heard_at: dict[int, float] = {}
         for reader in self.readers.values():
-            number = reader.uses.get(name, 0)
-            heard_at[number] = max(heard_at.get(number, 0.0), reader.heard_at)
+            for number in reader.uses.get(name, ()):
+                heard_at[number] = max(heard_at.get(number, 0.0), reader.heard_at)
         spare = self._spare(publication)
         used = [n for n in spare if n in heard_at and publication.versions[n].completed_at is not None]
         used.sort(key=heard_at.__getitem__)
@@ -424,7 +430,7 @@ class Publications:
                 self._watch(reader, envelope.seq, message, now)
             case p.Retain():
                 self._retain(reader, envelope.seq, message)
-            case p.Read():
+            case p.Read() | p.ReadChanges():
                 self._read(reader, envelope.seq, message)
             case _:
                 raise ProtocolError(f"a reader may not send {type(message).__name__} to a server")
@@ -468,7 +474,7 @@ class Publications:
         reader.watches.pop(name, None)
         reader.uses.pop(name, None)
         if message.number:
-            reader.uses[name] = message.number
+            reader.uses[name] = message.number, message.base
         if name in self.by_name:
             self._prune(self.by_name[name])
         manifest = version.manifest if version is not None and message.wants_manifest else None
@@ -477,33 +483,72 @@ class Publications:
         else:
             self._send(reader, p.Retained(seq, len(manifest)), manifest, None)
 
-    def _read(self, reader: Reader, seq: int, message: p.Read) -> None:
-        version = self._found(message.publication, message.number)
+    def _read(self, reader: Reader, seq: int, message: p.Read | p.ReadChanges) -> None:
+        name, size = message.publication, message.size
+        version = self._found(name, message.number)
         block = version.blocks.get(message.block)
-        size, itemsize = message.size, 1 if block is None else BY_NAME[block.as_dtype].itemsize
-        start, stop = message.start, message.start + size
+        start, stop, width = message.start, message.start + size, 1
+        most, unit = READ_BYTES_MAX, 1 if block is None else BY_NAME[block.as_dtype].itemsize
+        if isinstance(message, p.ReadChanges):
+            most, width = CHANGES_BYTES_MAX, message.width if message.width in WIDTHS else 0
+        whole = max(unit, width)
         if (
             block is None
-            or not 0 < size <= READ_BYTES_MAX
+            or not width
+            or not 0 < size <= most
             or stop > block.size
-            or start % itemsize
-            or size % itemsize
+            or start % whole
+            or size % whole
         ):
             raise ProtocolError(
-                f"octets {start} to {stop} of block {message.block} of {message.publication!r} cannot be read"
+                f"octets {start} to {stop} of block {message.block} of {name!r} cannot be read"
             )
         if reader.away_bytes + size > AWAY_BYTES_MAX or reader.away_count >= AWAY_MAX:
             self._context.meter.add("kvps_dropped_packets_total", "reads")
             return  # it is asked for again
+        is_copy = isinstance(message, p.ReadChanges) or block.as_dtype != block.dtype
+        if is_copy and reader.away_bytes and self._copies["bytes"] + size > COPIES_BYTES_MAX:
+            return  # readers may hang
         block = self._own(version, message.block)
-        buffer = block.buffer
+        if not isinstance(message, p.ReadChanges) or not self._give_changes(reader, seq, message, block):
+            octets = self._octets(block, start, stop, self._context.chunks.memory)
+            self._send(
+                reader, p.Octets(seq, size), octets, block.buffer if block.as_dtype == block.dtype else None
+            )
+
+    def _give_changes(self, reader: Reader, seq: int, message: p.ReadChanges, block: Block) -> bool:
+        """Answer with what has changed; return whether that can be said, and in fewer bytes."""
+        base = self.by_name[message.publication].versions.get(message.base)
+        older = None if base is None or base.completed_at is None else base.blocks.get(message.block)
+        if older is None or (older.dtype, older.as_dtype, older.size) != (
+            block.dtype,
+            block.as_dtype,
+            block.size,
+        ):
+            return False
+        if older.buffer is block.buffer and not message.proves:
+            self._say(reader, p.Changes(seq))
+            return True
+        ends = message.start, message.start + message.size
+        old, new = (np.frombuffer(self._octets(part, *ends, PRIVATE), np.uint8) for part in (older, block))
+        delta = difference(old, new, message.width)
+        if delta is None:
+            return False
+        answer = p.Changes(seq, delta.sent, delta.runs, 1 << 32 | zlib.crc32(new.data), len(delta.octets))
+        if delta.octets:
+            self._send(reader, answer, memoryview(delta.octets), None)
+        else:
+            self._say(reader, answer)
+        return True
+
+    @staticmethod
+    def _octets(block: Block, start: int, stop: int, memory: Memory) -> memoryview:
+        """Return bytes of a block in the type in which they are read; where it has another, in new memory."""
         if block.as_dtype == block.dtype:
-            self._send(reader, p.Octets(seq, size), buffer.octets[start:stop], buffer)
-        elif not reader.away_bytes or self._copies["bytes"] + size <= COPIES_BYTES_MAX:  # readers may hang
-            count = size // itemsize
-            values = self._context.chunks.memory.empty(count, block.as_dtype)
-            values.copy_(buffer.tensor[start // itemsize : start // itemsize + count])
-            self._send(reader, p.Octets(seq, size), to_frame(values), None)
+            return block.buffer.octets[start:stop]
+        width = BY_NAME[block.as_dtype].itemsize
+        values = memory.empty((stop - start) // width, block.as_dtype)
+        return to_frame(values.copy_(block.buffer.tensor[start // width : stop // width]))
 
     def _found(self, name: str, number: int) -> Version:
         publication = self.by_name.get(name)

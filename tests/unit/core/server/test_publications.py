@@ -1,6 +1,7 @@
 """Publications on a server: versions that readers read, and that no reader can change, keep or hold up."""
 
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from kvps import protocol as p
+from kvps.core.deltas import apply
 from kvps.core.effects import Note
 from kvps.core.limits import Limits
 from kvps.core.server import publications
@@ -15,7 +17,7 @@ from kvps.core.server.publications import LEASE_S, READERS_MAX, WATCHES_MAX
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, Overload, ProtocolError
 from kvps.protocol.envelope import Envelope, Message, Role
 from kvps.protocol.publications import READ_BYTES_MAX
-from kvps.tensors import from_frame
+from kvps.tensors import from_frame, to_frame
 from tests.support.server_harness import Said, ServerStage, greeting, heard, over, refusal
 
 LIFE = 2**40
@@ -55,6 +57,13 @@ class Stage(ServerStage):
 
     def read(self, number: int, block: int, size: int, start: int = 0, rank: int = 0) -> list[Said]:
         return self.reader(rank, p.Read("policy", number, block, start, size))
+
+    def changes(
+        self, number: int, base: int, size: int, start: int = 0, block: int = 0, **fields: object
+    ) -> Said:
+        message = p.ReadChanges("policy", number, block, start, size, base, 4)
+        (said,) = self.reader(0, replace(message, **fields))  # type: ignore[arg-type]
+        return said
 
     def floats(self, number: int, block: int, size: int, start: int = 0) -> list[float]:
         (said,) = self.read(number, block, size, start)
@@ -470,3 +479,92 @@ def test_a_limit_of_the_machine_refuses_a_version() -> None:
     one = stage(limits=Limits(used_memory=50))
     one.take(one.server.on_memory(60, 100, one.now))
     fails(one.put(1, 1.0), Overload, "version 1 of publication 'policy' is refused")
+
+
+# --- changes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R504", "R505")
+def test_changes_are_those_since_the_base() -> None:
+    one = stage()
+    before = torch.arange(100.0)
+    after = before.clone()
+    after[[3, 50]] = 7.0
+    one.publish(1, *before.tolist(), keep=1)
+    one.reader(0, p.Retain("policy", 1))
+    one.publish(2, *after.tolist(), keep=1)
+    one.reader(0, p.Retain("policy", 2, base=1))
+    one.publish(3, *before.tolist(), keep=1)
+    assert one.held == [1, 2, 3], "the base stays, too"
+    said = one.changes(2, 1, 400)
+    assert said.message == p.Changes(one.seq, 2, 0, 1 << 32 | zlib.crc32(to_frame(after)), 10)
+    octets = before.clone().numpy().view("u1")
+    apply(octets, 4, 2, 0, said.payload[0])
+    assert octets.view("f4").tolist() == after.tolist()
+    assert one.changes(2, 1, 20, 20).message == p.Changes(
+        one.seq, 0, 0, 1 << 32 | zlib.crc32(to_frame(after)[20:40])
+    )
+    one.reader(0, p.Retain("policy", 3, base=2))
+    assert one.held == [2, 3]
+    assert one.changes(3, 1, 400).message == p.Octets(one.seq, 400), "the base is gone"
+    (reader,) = one.server.publications.readers.values()
+    assert (reader.away_bytes, one.server.publications._copies["bytes"]) == (0, 0)
+
+
+@pytest.mark.spec("R505")
+def test_all_bytes_are_sent_where_they_are_no_more_than_the_changes() -> None:
+    one = stage()
+    one.publish(1, *[1.0] * 8)
+    one.publish(2, *[2.0] * 8)
+    assert one.changes(2, 1, 32).message == p.Octets(one.seq, 32)
+    one.publish(3, *[2.0] * 9)
+    assert one.changes(3, 2, 32).message == p.Octets(one.seq, 32), "blocks of other sizes"
+    one.put(4, 1.0)
+    fails([one.changes(4, 3, 4)], KeyNotFound, "version 4")
+    one.announce(4)
+    one.put(5, 1.0)
+    assert one.changes(4, 5, 4).message == p.Octets(one.seq, 4), "a base that is not complete"
+
+
+@pytest.mark.spec("R504", "R505")
+def test_changes_of_frozen_values_are_told_in_the_published_type() -> None:
+    one = stage()
+    one.init("w", torch.arange(64.0))
+    chunk = one.pieces["w"][0].chunk
+    for number in (1, 2):
+        one.freeze(number, chunk, as_dtype=BFLOAT16)
+        one.announce(number)
+    same = one.changes(2, 1, 128, block=chunk, width=2)
+    assert same.message == p.Changes(one.seq)
+    values = to_frame(torch.arange(64.0).bfloat16())
+    proved = one.changes(2, 1, 128, block=chunk, width=2, proves=True)
+    assert proved.message == p.Changes(one.seq, 0, 0, 1 << 32 | zlib.crc32(values))
+    update = torch.arange(64.0) / 2
+    update[5] += 1.0
+    for rank in range(2):
+        one.push(rank, "w", update, 0)
+    one.freeze(3, chunk, as_dtype=BFLOAT16)
+    one.announce(3)
+    said = one.changes(3, 2, 128, block=chunk, width=2)
+    assert isinstance(said.message, p.Changes)
+    assert (said.message.count, said.message.size) == (1, 3)
+    assert from_frame(said.payload[0][1:], "bfloat16").tolist() == one.values("w")[5:6] == [7.0]
+
+
+@pytest.mark.spec("R504")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"width": 3},
+        {"width": 8, "size": 12},
+        {"width": 8, "start": 4, "size": 8},
+        {"size": (1 << 20) + 4},
+        {"block": 9},
+        {"size": 20},
+    ],
+)
+def test_changes_of_no_elements_are_refused(fields: dict[str, int]) -> None:
+    one = stage()
+    one.publish(1, 1.0, 2.0, 3.0, 4.0)
+    said = one.changes(1, 1, **{"size": 16, **fields})
+    fails([said], ProtocolError, "cannot be read")
