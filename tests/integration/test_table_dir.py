@@ -58,7 +58,6 @@ print("equal", flush=True)
 def test_a_table_larger_than_memory_is_trained_saved_and_restored(
     processes: Processes, tmp_path: Path
 ) -> None:
-    processes.env["KVPS_SILENCE_MAX"] = "120"  # a loaded machine restores slowly, in one call
     processes.may_fork = False  # the group would be charged for pages of the parent
     with limited(GROUP_MIB) as group:
         for what in ("train", "restore"):

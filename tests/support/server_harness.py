@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from kvps.core.limits import Limits
 from kvps.core.membership_client import Identity
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.server.server import Server
+from kvps.core.server.snapshot.capture_tables import FilledTables, filled
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import KvpsError
 from kvps.protocol import wire
@@ -71,6 +72,16 @@ class Seat:
 
     state: str = "held"
     incarnation: int = 0
+
+
+def filled_tables(snapshot: Snapshot, chunks: Chunks) -> FilledTables:
+    """The rows of all tables of ``snapshot``, block after block."""
+    blocks = filled(snapshot.stores, chunks)
+    while True:
+        try:
+            next(blocks)
+        except StopIteration as over:
+            return cast("FilledTables", over.value)
 
 
 @dataclass
@@ -175,9 +186,13 @@ class ServerStage:
         """The disk has done something."""
         return self.take(self.server.on_disk(answer, self.now))
 
+    def restore(self, snapshot: Snapshot) -> None:
+        """The server, which has no store, takes over the stores of ``snapshot``."""
+        self.server.control.restore(snapshot, filled_tables(snapshot, self.server.context.chunks))
+
     def revive(self, snapshot: Snapshot, store: str = "kv") -> list[Said]:
         """A store takes the values that it has in ``snapshot``."""
-        self.server.control.revive(store, snapshot)
+        self.server.control.revive(store, snapshot, filled_tables(snapshot, self.server.context.chunks))
         return self.take(self.server._flush())
 
     # --- workers ----------------------------------------------------------------------------

@@ -247,8 +247,10 @@ class EmbeddingRows:
         slots = self.index.add(ids)
         self.make_room()
         self.stamp(slots, stamps, int(stamps.max(initial=0)))
-        first = fresh_rows(self.recipe, ids, np.uint64(self.recipe.seed))
-        self.arenas.group((self.arenas,)).write(slots, (len(ids),), self.new_columns(first) | columns)
+        if columns.keys() != self.arenas.columns.keys():
+            first = fresh_rows(self.recipe, ids, np.uint64(self.recipe.seed))
+            columns = self.new_columns(first) | columns
+        self.arenas.group((self.arenas,)).write(slots, (len(ids),), columns)
         self.arenas.settle()
 
     def count_in(self, counts: npt.NDArray[np.uint8], counted: int) -> None:

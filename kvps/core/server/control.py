@@ -33,6 +33,7 @@ from kvps.core.server.rules import table
 from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Session
 from kvps.core.server.snapshot import capture
+from kvps.core.server.snapshot.capture_tables import FilledTables
 from kvps.core.server.snapshot.model import Snapshot
 from kvps.core.server.store import ServerStore, Setting
 from kvps.dtypes import BY_ID, BY_NAME
@@ -124,8 +125,8 @@ class Control:
         stores = tuple([capture.snapshot_of(store, chunks) for store in self._context.stores.values()])
         return Snapshot(chunks.server, chunks.servers, stores), kept.close
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Take over the contents of ``snapshot``; there are no stores yet.
+    def restore(self, snapshot: Snapshot, filled: FilledTables) -> None:
+        """Take over the contents of ``snapshot``, whose tables have these rows; there are no stores yet.
 
         Raises:
             KvpsError: if that cannot be.
@@ -134,12 +135,12 @@ class Control:
         for saved in snapshot.stores:
             self.make_store(saved.opened)
             store = self._context.stores[saved.name]
-            capture.revive(store, self._chunks, saved)
+            capture.revive(store, self._chunks, saved, filled)
             over, last, made = saved.joins
             store.joins = JoinTracker(over, dict(last), dict(made))
 
-    def revive(self, name: str, snapshot: Snapshot) -> None:
-        """Give one open store the values that it has in a snapshot.
+    def revive(self, name: str, snapshot: Snapshot, filled: FilledTables) -> None:
+        """Give one open store the values that it has in a snapshot, whose tables have these rows.
 
         Raises:
             KvpsError: if that cannot be; nothing is changed.
@@ -152,7 +153,7 @@ class Control:
             )
         store = self._context.store(name)
         self._rules.recompose()
-        pieces = capture.revive(store, self._chunks, saved)
+        pieces = capture.revive(store, self._chunks, saved, filled)
         self._rules.forget(store, [store.shards[key.name] for key in saved.keys])
         for piece in pieces:
             chunk = self._chunks.at(piece.chunk)

@@ -18,7 +18,8 @@ along any route. :meth:`Server.admit` judges by the envelope alone, before a pac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvps import protocol as p
@@ -40,6 +41,7 @@ from kvps.core.server.replicas.standby import Follower
 from kvps.core.server.round_logs import StragglerLog
 from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.sessions import PendingRequest, Session
+from kvps.core.server.snapshot import capture_tables
 from kvps.core.server.snapshot.storage import Answer, FoundCuts, Loaded
 from kvps.errors import ConfigError, KvpsError, ProtocolError, StorageError, unforeseen
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
@@ -121,6 +123,8 @@ class Server(Core):
         """Takes in the copy of a seat; None on a server that has a seat."""
         self._was_promoted = False
         """It has taken the seat that it followed, with all that was there."""
+        self._restoring: deque[Iterator[None]] = deque()
+        """Restorations that have begun: another item, another block is restored."""
         self._make_parts(0, 1, 0, {})
         self._endpoints: dict[int, tuple[str, int]] = {}
         """Server rank -> (endpoint, incarnation) that this server is connected to."""
@@ -210,11 +214,12 @@ class Server(Core):
         """Files were written or read."""
         self.counts.now = now
         if isinstance(answer, FoundCuts | Loaded) and isinstance(answer.for_whom, Reviving):
-            self._revive(answer.for_whom, answer)
+            self._start(self._revive(answer.for_whom, answer))
         elif not isinstance(answer, Loaded):
             self.checkpointer.on_disk(answer)
         elif self.checkpointer.is_for_us(answer):
-            self._return(answer)
+            self._reset(self.context.lives)
+            self._start(self._return(answer))
         self._flush()
 
     def on_memory(self, used_bytes: int, total_bytes: int, now: float) -> None:
@@ -235,6 +240,8 @@ class Server(Core):
         rounds wait for."""
         self.member.on_timer(now)
         self.counts.now = now
+        if self._restoring:
+            self._restore_more()
         if now >= self.ingest.deadline():
             self.ingest.close_overdue(now)
         if now >= self._next_tell:
@@ -263,6 +270,8 @@ class Server(Core):
 
     def deadline(self) -> float | None:
         """Return when the next beat, telling, look at the rounds or close of a round is due."""
+        if self._restoring:
+            return self._last_timer_at
         beat, closing = self.member.deadline(), min(self.ingest.deadline(), self.publications.settle_at)
         if self._replicator is not None:
             closing = min(closing, self._replicator.deadline())
@@ -275,6 +284,18 @@ class Server(Core):
         for effect in self._outbox:
             self.outbox.append(effect)
         self._outbox.clear()
+
+    def _start(self, restoring: Iterator[None]) -> None:
+        """Begin a restoration; small ones end at once."""
+        self._restoring.append(restoring)
+        if len(self._restoring) == 1:
+            self._restore_more()
+
+    def _restore_more(self) -> None:
+        """Restore another block of the oldest restoration."""
+        for _ in self._restoring[0]:
+            return
+        self._restoring.popleft()
 
     def _look(self, now: float) -> None:
         """Log the open rounds, and report them to the scheduler for ``kvps status``."""
@@ -347,6 +368,7 @@ class Server(Core):
         self, server: int, servers: int, workers: int, lives: dict[int, int], *, replaces: bool = False
     ) -> None:
         self.counts.forget()
+        self._restoring.clear()
         chunks = Chunks(self._memory, server, servers, self._tier and self._tier())
         self.context = RequestContext(self.member, chunks, self._outbox, lives, self.counts, self._limits)
         self.answers = Answers(self.context)
@@ -360,13 +382,15 @@ class Server(Core):
         if self._follower is not None:
             self._follower.attach(self.context, self.control, self.rules)
 
-    def _return(self, loaded: Loaded) -> None:
+    def _return(self, loaded: Loaded) -> Iterator[None]:
         """Replace all stores by those of a snapshot."""
-        self._reset(self.context.lives)
         error = loaded.error
         if loaded.snapshot is not None:
             try:
-                self.control.restore(loaded.snapshot)
+                filled = yield from capture_tables.filled(loaded.snapshot.stores, self.context.chunks)
+                if not self.checkpointer.is_for_us(loaded):
+                    return  # another cut was ordered since
+                self.control.restore(loaded.snapshot, filled)
             except KvpsError as raised:
                 error = raised
             except Exception as raised:  # nobody is served before another cut is held, or none
@@ -593,10 +617,10 @@ class Server(Core):
         session.pending[seq] = PendingRequest(lambda: None, lambda _: "it is being read from the disk")
         self._outbox.append(order)
 
-    def _revive(self, reviving: Reviving, answer: FoundCuts | Loaded) -> None:
+    def _revive(self, reviving: Reviving, answer: FoundCuts | Loaded) -> Iterator[None]:
         """Answer with the list of cuts, or restore a store from a snapshot that was read."""
         session, seq, message = reviving
-        if session.pending.pop(seq, None) is None:
+        if seq not in session.pending:
             return  # its rank was replaced, or this server returned to a cut
         reply: Message
         try:
@@ -606,12 +630,17 @@ class Server(Core):
                 reply = p.Revived(seq, answer.cuts, answer.versions)
             else:
                 assert answer.snapshot is not None
-                self.control.revive(message.store, answer.snapshot)
+                stores = [store for store in answer.snapshot.stores if store.name == message.store]
+                filled = yield from capture_tables.filled(stores, self.context.chunks)
+                if seq not in session.pending:
+                    return  # its rank was replaced
+                self.control.revive(message.store, answer.snapshot, filled)
                 self.context.stores[message.store].restored = message.cut
                 reply = p.Revived(seq, (message.cut,))
         except KvpsError as error:
             self.counts.refused(error)
             reply = p.Error(seq, error.code, str(error))
+        del session.pending[seq]
         self.context.send(session, reply)
         if self._replicator is not None:
             self._replicator.note_all(values=True)

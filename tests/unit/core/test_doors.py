@@ -181,7 +181,7 @@ def test_rests_of_what_has_none() -> None:
     image = Snapshot(0, 1, (replace(store, keys=(crafted,)),))
     other = ServerStage()
     with pytest.raises(StorageError, match="rests for it"):
-        other.server.control.restore(image)
+        other.restore(image)
 
 
 # --- optimizers -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from kvps.core.optim.torch_rules import create
 from kvps.core.placement import EMBEDDING
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.snapshot import capture_tables
-from kvps.core.server.snapshot.capture_tables import history_of, put_history
+from kvps.core.server.snapshot.capture_tables import FilledTables, history_of, put_history
 from kvps.core.server.snapshot.model import (
     JoinsSnapshot,
     KeySnapshot,
@@ -78,11 +78,11 @@ def _portions(shard: Shard, chunks: Chunks, histories: dict[int, SpanHistory]) -
     return tuple(portions)
 
 
-def revive(store: ServerStore, chunks: Chunks, snapshot: StoreSnapshot) -> list[Piece]:
+def revive(store: ServerStore, chunks: Chunks, snapshot: StoreSnapshot, filled: FilledTables) -> list[Piece]:
     """Give a store the keys of ``snapshot``, and its optimizer if it has none; return their pieces.
 
     Keys that the store has and the snapshot has not are left as they are. Of tables this server takes the
-    rows whose ids are its own.
+    rows whose ids are its own, which :func:`~kvps.core.server.snapshot.capture_tables.filled` has made.
 
     Raises:
         Mismatch: if a key, a table or the optimizer is another here; nothing is changed.
@@ -108,7 +108,8 @@ def revive(store: ServerStore, chunks: Chunks, snapshot: StoreSnapshot) -> list[
         _fill(store, chunks, shard, key)
         written += shard.pieces
     for table in snapshot.tables:
-        written.append(capture_tables.revive(store, table, chunks.server, chunks.servers))
+        rows = filled[store.name, table.key]
+        written.append(capture_tables.revive(store, table, chunks, rows))
     return written
 
 

@@ -1,27 +1,32 @@
 """Capture of an embedding table into a snapshot, and its restoration.
 
 A server takes the rows whose ids are its own from whatever snapshots hold them: those of as many servers,
-or of any other number. Rows come back in blocks, so that the memory for them is needed once.
+or of any other number. Rows come back in blocks, so that the memory for them is needed once, and so that a
+server speaks in between: it is taken for lost when it is silent. They take their place when all are there.
 """
 
 from __future__ import annotations
+
+from collections.abc import Generator, Iterable
 
 import torch
 
 from kvps.core.embedding.id_hash import servers_of
 from kvps.core.embedding.stored import StoredRows, loaded
 from kvps.core.embedding.table import EmbeddingRows, TableState
-from kvps.core.embedding.tiered import Tier
 from kvps.core.server.chunks.rounds import Span
-from kvps.core.server.chunks.slab import Chunk
+from kvps.core.server.chunks.slab import Chunk, Chunks
 from kvps.core.server.rules import table as embedding_rows
-from kvps.core.server.snapshot.model import RowsSnapshot, SpanHistory, TableSnapshot
+from kvps.core.server.snapshot.model import RowsSnapshot, SpanHistory, StoreSnapshot, TableSnapshot
 from kvps.core.server.store import ServerStore, Shard
 from kvps.errors import Mismatch
 from kvps.protocol.stores import Piece
 
 BLOCK_BYTES = 4 << 20
 """Bytes of the rows that are restored at once."""
+
+FilledTables = dict[tuple[str, str], EmbeddingRows]
+"""(store, key) -> the rows of a table."""
 
 
 def history_of(span: Span) -> SpanHistory:
@@ -64,15 +69,32 @@ def rows_of(rows: EmbeddingRows, kept: TableState) -> RowsSnapshot:
     )
 
 
-def filled(
-    table: TableSnapshot, server: int = 0, servers: int = 1, tier: Tier | None = None
-) -> EmbeddingRows:
-    """Return the rows of a snapshot that belong on one server."""
-    rows = EmbeddingRows(table.recipe, servers, tier)
-    rows.set_rate(table.lr)
-    for part in table.parts:
-        _put(rows, part, server, servers)
-    return rows
+def filled(stores: Iterable[StoreSnapshot], chunks: Chunks) -> Generator[None, None, FilledTables]:
+    """Make the rows of the tables of some stores that belong on this server; return them.
+
+    It yields after every block.
+
+    Raises:
+        StorageError: if rows cannot be read, or cannot be put on the disk.
+    """
+    found: FilledTables = {}
+    taken = 0
+    for store in stores:
+        for table in store.tables:
+            rows = found[store.name, table.key] = EmbeddingRows(table.recipe, chunks.servers, chunks.tier)
+            rows.set_rate(table.lr)
+            for part in table.parts:
+                if part.counts.numel():
+                    rows.count_in(part.counts.numpy(), part.counted)
+                at_once = max(1, BLOCK_BYTES // rows.arenas.record_bytes)
+                for begin in range(0, len(part.ids), at_once):
+                    if taken and taken + at_once * rows.arenas.record_bytes > BLOCK_BYTES:
+                        yield
+                        taken = 0
+                    stop = min(begin + at_once, len(part.ids))
+                    _put(rows, part, begin, stop, chunks)
+                    taken += (stop - begin) * rows.arenas.record_bytes
+    return found
 
 
 def check(store: ServerStore, table: TableSnapshot) -> None:
@@ -92,12 +114,11 @@ def check(store: ServerStore, table: TableSnapshot) -> None:
         )
 
 
-def revive(store: ServerStore, table: TableSnapshot, server: int, servers: int) -> Piece:
-    """Make a table of a store from a snapshot's, or replace it; return its piece."""
-    piece = embedding_rows.embed(store, table.key, table.recipe, server, servers)
+def revive(store: ServerStore, table: TableSnapshot, chunks: Chunks, rows: EmbeddingRows) -> Piece:
+    """Make a table of a store from a snapshot's, or replace it, by its rows; return its piece."""
+    piece = embedding_rows.embed(store, table.key, table.recipe, chunks.server, chunks.servers)
     chunk = store.chunk_at(piece)
     before = len(embedding_rows.embedding_of(chunk))
-    rows = filled(table, server, servers, store.tier)
     store.replace_rows(chunk, rows)
     store.grow((len(rows) - before) * rows.arenas.counted_row_bytes)
     chunk.writable()[piece.start] = len(rows)
@@ -107,17 +128,12 @@ def revive(store: ServerStore, table: TableSnapshot, server: int, servers: int) 
     return piece
 
 
-def _put(rows: EmbeddingRows, part: RowsSnapshot, server: int, servers: int) -> None:
-    if part.counts.numel():
-        rows.count_in(part.counts.numpy(), part.counted)
-    at_once = max(1, BLOCK_BYTES // rows.arenas.record_bytes)
-    for begin in range(0, len(part.ids), at_once):
-        stop = min(begin + at_once, len(part.ids))
-        ids, stamps = part.ids[begin:stop].numpy(), part.stamps[begin:stop].numpy()
-        is_mine = (stamps > 0) & (servers_of(ids, servers) == server)
-        mask = torch.from_numpy(is_mine)
-        columns = {name: _within(column, begin, stop)[mask] for name, column in part.columns.items()}
-        rows.put(ids[is_mine], stamps[is_mine], columns)
+def _put(rows: EmbeddingRows, part: RowsSnapshot, begin: int, stop: int, chunks: Chunks) -> None:
+    ids, stamps = part.ids[begin:stop].numpy(), part.stamps[begin:stop].numpy()
+    is_mine = (stamps > 0) & (servers_of(ids, chunks.servers) == chunks.server)
+    mask = torch.from_numpy(is_mine)
+    columns = {name: _within(column, begin, stop)[mask] for name, column in part.columns.items()}
+    rows.put(ids[is_mine], stamps[is_mine], columns)
 
 
 def _within(column: tuple[torch.Tensor | StoredRows, ...], start: int, stop: int) -> torch.Tensor:

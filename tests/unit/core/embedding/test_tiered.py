@@ -13,11 +13,14 @@ from kvps.core.embedding.spec import recipe_of
 from kvps.core.embedding.stored import loaded
 from kvps.core.embedding.table import EmbeddingRows
 from kvps.core.embedding.tiered import PIECE_BYTES, ROW_BYTES, Tier
-from kvps.core.server.snapshot.capture_tables import filled, rows_of
-from kvps.core.server.snapshot.model import SpanHistory, TableSnapshot
+from kvps.core.server.chunks.slab import Chunks
+from kvps.core.server.snapshot.capture_tables import rows_of
+from kvps.core.server.snapshot.model import Snapshot, SpanHistory, StoreSnapshot, TableSnapshot
 from kvps.errors import StorageError
+from kvps.protocol.stores import Open
 from kvps.tensors import TORCH
 from tests.support.memory_disk import MemoryDisk
+from tests.support.server_harness import filled_tables
 
 DIM = 16
 ROOM = 64 * DIM * 4 * 2
@@ -211,6 +214,14 @@ def test_a_snapshot_does_not_come_back_to_a_full_disk() -> None:
     with pytest.raises(StorageError, match="No space left"):
         filled(snapshot(pair.plain.tables[0], kept), tier=pair.disk.tier(ROOM / 8))
     release()
+
+
+def filled(table: TableSnapshot, tier: Tier | None = None) -> EmbeddingRows:
+    store = StoreSnapshot(
+        Open("kv", "async", 0, False, "fail", 1), None, None, 0.0, 0, 0, (), tables=(table,)
+    )
+    (rows,) = filled_tables(Snapshot(0, 1, (store,)), Chunks(tier=tier)).values()
+    return rows
 
 
 def snapshot(table: EmbeddingRows, state: Any) -> TableSnapshot:

@@ -352,7 +352,7 @@ def test_an_image_has_the_rests() -> None:
     rest = one.chunk().back.residual[:COUNT].clone()  # type: ignore[union-attr]
     worker.take(worker.push(random(7))[1])  # the image does not change by it
     other = ServerStage(workers=1)
-    other.server.control.restore(image)
+    other.restore(image)
     release()
     restored = other.chunk()
     assert torch.equal(restored.back.residual[:COUNT], rest)  # type: ignore[union-attr]

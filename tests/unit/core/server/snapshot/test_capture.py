@@ -61,7 +61,7 @@ def trained(server: int = 0, servers: int = 1) -> ServerStage:
 def fresh(image: Snapshot) -> ServerStage:
     """A server that holds what the image says."""
     one = ServerStage(servers=image.servers, rank=image.server, every_s=0.0)
-    one.server.control.restore(image)
+    one.restore(image)
     one.server.check()
     for name, shard in one.server.context.stores["kv"].shards.items():
         one.pieces[name] = shard.pieces
@@ -102,7 +102,7 @@ def test_server_with_several_runs_of_a_key_has_them_all_after_a_restore() -> Non
     back = [image_of(fresh(image)) for image in images]
     assert _without_new_states(elements(back)) == _without_new_states(elements(images))
     again = trained(3, 5)
-    again.server.control.restore(images[3])
+    again.restore(images[3])
     held, saved = (
         [key for key in image.stores[0].keys if key.name == "big"] for image in (image_of(again), images[3])
     )

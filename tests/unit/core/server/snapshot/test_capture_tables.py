@@ -16,12 +16,14 @@ from kvps.core.embedding.spec import EmbeddingSpec, message_of, recipe_of
 from kvps.core.placement import home
 from kvps.core.server.snapshot import capture_tables
 from kvps.core.server.snapshot.model import Snapshot
+from kvps.core.server.snapshot.storage import Loaded, Read
 from kvps.dtypes import BY_ID
 from kvps.errors import Mismatch
+from kvps.protocol.checkpoint import Restore, Restored, Revive, Revived
 from kvps.protocol.stores import Declared
 from kvps.protocol.values import PulledTables
 from kvps.tensors import from_frame
-from tests.support.server_harness import ServerStage, acked, heard, weight_bytes
+from tests.support.server_harness import Said, ServerStage, acked, heard, weight_bytes
 from tests.support.snapshots import holdings
 from tests.support.table_messages import pull_table, push_table
 
@@ -62,11 +64,15 @@ class Tabled:
             (answer,) = heard(said, Declared)
             self.chunk = answer.places[0].pieces[0].chunk
         else:
-            self.stage.server.control.restore(image)
+            self.stage.restore(image)
             store = self.stage.server.context.stores["kv"]
             self.chunk = store.shards[KEY].pieces[0].chunk
             self.version = self.stage.chunk(self.chunk).spans[0].version
             self.stage.server.check()
+
+    def later(self) -> list[Said]:
+        """The server goes on with what it has begun."""
+        return self.stage.take(self.stage.server.on_timer(self.stage.now))
 
     def mine(self, ids: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(ids[servers_of(ids, self.servers) == self.server])
@@ -190,6 +196,61 @@ def test_another_table_of_this_name_is_refused() -> None:
     with pytest.raises(Mismatch, match="table 't' of store 'kv' has another lr in the"):
         one.stage.revive(trained(lr=2.0).image())
     assert one.rows() == before
+
+
+def test_a_server_beats_and_answers_between_the_blocks_of_a_restoration() -> None:
+    one = trained()
+    image, _ = one.stage.server.control.snapshot()
+    wanted = one.rows()
+    one.push(0, 99)
+    changed = one.rows()
+    assert one.stage.say(0, Revive("kv", "best", 7)) == []
+    (read,) = one.stage.orders()
+    assert isinstance(read, Read)
+    assert one.stage.disk(Loaded(image, read.for_whom)) == []
+    blocks = 0
+    while not heard(said := one.later(), Revived):
+        blocks += 1
+        assert one.rows() == changed  # in place of them all at once
+        assert one.stage.server.deadline() <= one.stage.now
+    assert blocks >= 5
+    assert one.rows() == wanted
+    assert one.stage.server.deadline() > one.stage.now
+    assert [answer.cuts for answer in heard(said, Revived)] == [(7,)]
+
+
+def test_a_restoration_of_which_the_caller_is_gone_changes_nothing() -> None:
+    one = trained()
+    image, _ = one.stage.server.control.snapshot()
+    one.push(0, 99)
+    one.stage.say(0, Revive("kv", "best", 7))
+    (read,) = one.stage.orders()
+    one.stage.disk(Loaded(image, read.for_whom))
+    assert isinstance(read, Read)
+    one.later()
+    one.stage.server.context.begin(0, 99)
+    for _ in range(40):
+        assert not heard(one.later(), Revived)
+    assert one.count == 99
+
+
+def test_a_server_that_returns_tells_when_all_blocks_are_back() -> None:
+    image, other = trained().image(), Tabled(0, 1)
+    other.stage.scheduler(Restore(1, 5))
+    (read,) = other.stage.orders()
+    assert isinstance(read, Read)
+    other.stage.disk(Loaded(image, read.for_whom))
+    other.stage.scheduler(Restore(2, 4))  # another cut, before the first is back
+    for _ in range(40):
+        assert not heard(other.later(), Restored)
+    (again,) = other.stage.orders()
+    assert isinstance(again, Read)
+    said = other.stage.disk(Loaded(image, again.for_whom))
+    while not heard(said, Restored):
+        said = other.later()
+    assert heard(said, Restored) == [Restored(2, 4)]
+    store = other.stage.server.context.stores["kv"]
+    assert len(store.embedding_at(store.shards[KEY].pieces[0])) == 60
 
 
 # --- files that lie --------------------------------------------------------------------------------
