@@ -25,6 +25,7 @@ import torch
 from kvps import config
 from kvps import protocol as p
 from kvps.core import manifest
+from kvps.core.embedding.published import ServedTable, names_of
 from kvps.core.manifest import Published
 from kvps.core.reader import Ask, Reader
 from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, ProtocolError, Timeout
@@ -129,6 +130,8 @@ class Subscription:
         self._published: list[Published] = []
         self._tensors: dict[str, torch.Tensor] | None = None
         """Those of the version, once they are read."""
+        self._served: dict[str, ServedTable] = {}
+        """Its tables, once rows were looked up in them."""
         self._memory: VersionMemory | None = None
         """Where they lie; for the next version, too, if nobody was given one of them."""
         self._is_given = False
@@ -226,7 +229,7 @@ class Subscription:
         servers = self._reader.servers
         if any(extent.server >= servers for tensor in published for extent in tensor.extents):
             raise ProtocolError(f"version {number} of {self.name!r} names a server that there is not")
-        self.version, self._published, self._tensors = number, published, None
+        self.version, self._published, self._tensors, self._served = number, published, None, {}
 
     # --- tensors --------------------------------------------------------------------------------------
 
@@ -273,6 +276,46 @@ class Subscription:
                         target.copy_(tensors[name])
             assert self.version is not None
             return self.version
+
+    def lookup(self, table: str, ids: object, *, timeout: float | None = None) -> torch.Tensor:
+        """Return rows of a table that was published, with the bits that a pull had then.
+
+        The first lookup of a version reads it as a whole; the others take place in this process.
+
+        Args:
+            table: its name.
+            ids: whole numbers, of any shape; they may be repeated. An id without a row has its initial value.
+            timeout: seconds that reading may take.
+
+        Returns:
+            The rows, [*ids.shape, dim], of the type in which they were published.
+
+        Raises:
+            KeyNotFound: as :meth:`tensors`, or if the version has no such table. ConfigError: for ids that
+                are no whole numbers, or with ``shard``.
+
+        Example:
+            >>> rows = ctr.lookup("users", [[2**40, 17]])  # doctest: +SKIP
+        """
+        if self._shard is not None:
+            raise ConfigError("lookup(): the subscription reads a shard; rows are found in whole tables only")
+        wanted = torch.as_tensor(ids, device="cpu")
+        if not wanted.numel():
+            wanted = wanted.to(torch.int64)
+        if wanted.is_floating_point() or wanted.is_complex() or wanted.dtype == torch.bool:
+            raise ConfigError(f"lookup({table!r:.80}): ids are whole numbers, got {wanted.dtype}")
+        with self._lock:
+            tensors = self._fetched(timeout)
+            if table not in self._served:
+                if not tensors.keys() >= {*names_of(table)}:
+                    others = [name[:-4] for name in tensors if name.endswith("/ids")]
+                    raise KeyNotFound(
+                        f"version {self.version} of {self.name!r} has no table {table!r:.80}; it has: "
+                        f"{some_of(others, 8) or 'none'}. kv.publish({self.name!r}, tables=...) adds tables"
+                    )
+                self._served[table] = ServedTable(table, tensors)
+            rows = self._served[table].lookup(wanted.to(torch.int64).reshape(-1).numpy())
+        return rows.view(*wanted.shape, rows.shape[1])
 
     def digest(self, name: str, timeout: float | None = None) -> str:
         """Return the BLAKE2b digest of a tensor's bytes (16 of them, in hexadecimal): equal for equal bits.
@@ -353,7 +396,7 @@ class Subscription:
                 asks = [Ask(server, none, lambda packet: True) for server in range(self._reader.servers)]
                 with suppress(KvpsError):
                     self._ask(asks, time.monotonic() + 1.0, "close()")
-            self._is_closed, self._tensors, self._memory = True, None, None
+            self._is_closed, self._tensors, self._memory, self._served = True, None, None, {}
             self._transport.close(0.2)
             self._thread.shutdown(wait=False)
 

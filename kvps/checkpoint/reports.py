@@ -170,10 +170,10 @@ def _images(cut: LocatedCut, screen: Console) -> list[Snapshot]:
 
 
 def _store_of(snapshots: Sequence[Snapshot], wanted: str | None) -> str:
-    """Return the store with this name, or without a name the only store with keys."""
+    """Return the store with this name, or without a name the only store with keys or tables."""
     stores = gathered(snapshots)
     names = [store.name for store in stores]
-    with_keys = [store.name for store in stores if store.keys]
+    with_keys = [store.name for store in stores if store.keys or store.tables]
     listed = ", ".join(names) or "none"
     if wanted is not None:
         if wanted not in names:

@@ -14,7 +14,10 @@ from operator import attrgetter
 
 import torch
 
-from kvps.core.placement import RULE, Part, parts
+from kvps.core.embedding.published import tensors_of
+from kvps.core.embedding.spec import WEIGHT
+from kvps.core.embedding.stored import loaded
+from kvps.core.placement import EMBEDDING, RULE, Part, parts
 from kvps.core.server.options import AGREED
 from kvps.core.server.snapshot.model import (
     JoinsSnapshot,
@@ -58,7 +61,7 @@ def regroup(snapshots: Sequence[Snapshot], server: int, servers: int, rule: int 
 
 
 def merged(snapshots: Sequence[Snapshot], store: str) -> dict[str, torch.Tensor]:
-    """Return the weights of one store, whole and in their shapes.
+    """Return the weights of one store, whole and in their shapes, and the rows of its tables.
 
     A key that lies in one piece is not copied.
 
@@ -68,9 +71,19 @@ def merged(snapshots: Sequence[Snapshot], store: str) -> dict[str, torch.Tensor]
     stores = gathered(snapshots)
     for saved in stores:
         if saved.name == store:
-            return {key.name: _whole(key) for key in saved.keys}
+            weights = {key.name: _whole(key) for key in saved.keys}
+            for table in saved.tables:
+                weights |= tensors_of(table.key.removeprefix(EMBEDDING), _rows(table), table.recipe)
+            return weights
     names = ", ".join(repr(saved.name) for saved in stores) or "none"
     raise StorageError(f"there is no store {store!r} in this checkpoint; there is {names}")
+
+
+def _rows(table: TableSnapshot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for part in table.parts:
+        has_row = part.stamps > 0
+        rows = torch.cat([*map(loaded, part.columns[WEIGHT])]) if len(has_row) else torch.empty(0)
+        yield part.ids[has_row], rows[has_row]
 
 
 def gathered(snapshots: Sequence[Snapshot]) -> tuple[StoreSnapshot, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvps.core.embedding import published
 from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.embedding.table import ExportBatch
 from kvps.core.placement import EMBEDDING
@@ -210,6 +211,12 @@ class EmbeddingTable:
                 (torch.from_numpy(block.ids), block.columns["weight"]) for block in blocks if len(block.ids)
             )
         return write(Path(path), blocks, self.recipe)
+
+    def published(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by which a version has this table; on ranks over 0 their names, and no rows."""
+        blocks = self._export(0, None, with_state=False) if self.store.rank == 0 else ()
+        assert not isinstance(blocks, int)
+        return published.tensors_of(self.name, blocks, self.recipe)
 
     @property
     def _row_bytes(self) -> int:

@@ -8,7 +8,6 @@ wide elements come first, so that each begins at a multiple of its element size.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import torch
 
 from kvps.checkpoint.atomic_file import replacing
 from kvps.checkpoint.safetensors_writer import header_of
+from kvps.core.embedding.published import text_of
 from kvps.core.embedding.spec import WEIGHT, EmbeddingSpec
 from kvps.core.embedding.table import ExportBatch
 from kvps.errors import StorageError
@@ -66,7 +66,7 @@ def _write(part: Path, blocks: Iterator[ExportBatch], recipe: EmbeddingSpec, sta
         (name, NAMES[dtype], (count, width) if width else (count,))
         for name, (_, dtype, width) in spools.items()
     )
-    head, _ = header_of(shapes, {"kvps.recipe": _text(recipe)}, HEAD_BYTES)
+    head, _ = header_of(shapes, {"kvps.recipe": text_of(recipe)}, HEAD_BYTES)
     file.seek(0)
     file.write(head)
     return count
@@ -76,15 +76,3 @@ def _columns(block: ExportBatch) -> list[tuple[str, torch.Tensor]]:
     rest = [("rows" if name == WEIGHT else f"state.{name}", column) for name, column in block.columns.items()]
     rest.sort(key=lambda column: -column[1].element_size())
     return [("ids", torch.from_numpy(block.ids)), ("versions", torch.from_numpy(block.stamps)), *rest]
-
-
-def _text(recipe: EmbeddingSpec) -> str:
-    return json.dumps(
-        {
-            "dim": recipe.dim,
-            "dtype": recipe.dtype,
-            "init": list(recipe.first),
-            "seed": recipe.seed,
-            "optimizer": recipe.hyper.name,
-        }
-    )

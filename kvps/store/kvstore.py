@@ -12,7 +12,7 @@ import abc
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, NoReturn
 
@@ -894,10 +894,11 @@ class KVStore(KVStoreBase, abc.ABC):
     def publish(
         self,
         name: str,
-        source: object,
+        source: object = None,
         dtype: str | torch.dtype | None = None,
         keep: int = 2,
         *,
+        tables: Iterable[EmbeddingTable | str] = (),
         timeout: float | None = None,
     ) -> int:
         """Give one version number to a set of tensors, for any process to read; see :func:`kvps.subscribe`.
@@ -912,6 +913,10 @@ class KVStore(KVStoreBase, abc.ABC):
             dtype: the type in which readers get floating-point values, such as ``"bfloat16"``; None for
                 that of each tensor.
             keep: how many versions stay; those that readers use stay, too.
+            tables: tables of this store, by themselves or by name, for
+                :meth:`kvps.subscriber.Subscription.lookup`. Rank 0 reads and copies all their rows. Where all
+                ranks call after the same push of a sync store, these are the rows after that push; else each
+                row has its value after some push.
             timeout: see :class:`KVStore`.
 
         Returns:
@@ -926,9 +931,17 @@ class KVStore(KVStoreBase, abc.ABC):
             ...     version = kv.publish("policy", model, dtype="bfloat16")
         """
         self._begin()
-        tensors = publication.tensors_of(source)
-        keys = self._begin_on(source, timeout).names if tensors is None else ()
-        call = publication.call_of(self._name, self.rank, name, keys, tensors or {}, dtype, keep)
+        given = publication.tensors_of(source)
+        keys = () if given is not None or source is None else self._begin_on(source, timeout).names
+        tensors = dict(given or {})
+        for table in tables_of(self, self._name, self._tables, tables):
+            for key, value in table.published().items():
+                if key in tensors or key in keys:
+                    raise Mismatch(
+                        f"publish({name!r}): {key!r} is a part of table {table.name!r}, and a tensor"
+                    )
+                tensors[key] = value
+        call = publication.call_of(self._name, self.rank, name, keys, tensors, dtype, keep)
         return self._publish(call, self._limit(timeout))
 
     def _publish(self, call: calls.Publish, limit_s: float) -> int:

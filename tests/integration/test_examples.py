@@ -200,6 +200,10 @@ SEEN = {
     "click_model.py": (r"(?s)hybrid: AUC 0\.8.*planted optimum: AUC 0\.8|planted probability", 300.0),
     "recommender.py": (r"among the first 10: 0\.2", 300.0),
     "rollouts.py": (r"(?s)reader 1 \(killed\).*reader 2 \(slow\).*reward 0\.\d\d at first, (0\.9|1)", 120.0),
+    "serve_table.py": (
+        r"(?s)waits for the first version.*version  20  error 0\.0\d\d  a stranger's score 0\.0",
+        120.0,
+    ),
     "word_vectors.py": (r"ranked right: 0\.[67]", 300.0),
     "sharded_mlp.py": (r"accuracy 0\.9", 300.0),
     "lightning_digits.py": (r"test accuracy 0\.9[789]", 180.0),

@@ -33,6 +33,7 @@ REFUSED = {
 ELSEWHERE = {
     *("async_vs_sync.py", "compressed_digits.py"),  # threads of one process
     "rollouts.py",  # it kills a reader itself
+    "serve_table.py",  # its workers are threads of one process
     "ray_digits.py",  # Ray starts its workers: --kill
     *("accelerate_digits.py", "lightning_digits.py", "transformers_gpt.py"),  # as ddp_digits.py
 }

@@ -65,7 +65,12 @@ class Publish(Call):
         if not self.known:
             answers = yield store.everywhere(p.LastVersion(store.name, self.publication, 0))
             number = max(map(_number, answers)) + 1
-        tensors = yield from (self._freeze(store, number) if self.keys else self._put(store, number, values))
+        tensors, first = [], 0
+        if self.keys:
+            tensors = yield from self._freeze(store, number)
+            first = 1 + max([extent.block for tensor in tensors for extent in tensor.extents], default=0)
+        if self.names:
+            tensors += yield from self._put(store, number, values, first)
         octets = torch.frombuffer(bytearray(manifest.encode(tensors)), dtype=torch.uint8)
         if len(octets) > FRAME_BYTES_MAX:
             raise ConfigError(f"publish() of {len(tensors)} tensors: their names and places take over 64 MiB")
@@ -96,9 +101,9 @@ class Publish(Call):
         return tensors
 
     def _put(
-        self, store: WorkerStore, number: int, values: Values
+        self, store: WorkerStore, number: int, values: Values, first: int
     ) -> Generator[Step, list[Packet], list[Published]]:
-        """Give the servers the tensors, block by block."""
+        """Give the servers the tensors, in blocks that are numbered from ``first`` on."""
         blocks: list[list[Segment]] = []
         room, tensors = 0, []
         placed: dict[tuple[int, torch.dtype, torch.Size], tuple[Extent, ...]] = {}
@@ -115,7 +120,7 @@ class Publish(Call):
                     part = flat[offset // width : (offset + size) // width]
                     blocks[-1].append((part, start, TORCH[dtype]))
                     block = len(blocks) - 1
-                    extents.append(Extent(block % store.servers, block, start, size, offset))
+                    extents.append(Extent(block % store.servers, first + block, start, size, offset))
                     offset, room = offset + size, room - -(-size // ALIGN) * ALIGN
                 placed[identity] = tuple(extents)
             tensors.append(Published(name, Spec(dtype, tuple(row.shape)), placed[identity]))
@@ -123,7 +128,7 @@ class Publish(Call):
         for block, segments in enumerate(blocks):
             part, start, kind = segments[-1]
             size = start + part.numel() * kind.itemsize
-            put = p.Put(store.name, self.publication, number, self.keep, block, size)
+            put = p.Put(store.name, self.publication, number, self.keep, first + block, size)
             fill = partial(_filled, segments, size, store.memory)
             requests.append(Request(block % store.servers, put, fill, size))
         yield requests
