@@ -117,7 +117,7 @@ def measured(trial: Trial, steps: int) -> float:
     running: list[subprocess.Popen[bytes]] = []
     with Namespaces(count, trial.rate) as hosts, tempfile.TemporaryDirectory() as folder:
         scheduler = f"tcp://{hosts.address(0)}:9091"
-        place = {"KVPS_SCHEDULER": scheduler, "OMP_NUM_THREADS": "1"}
+        place = {"OMP_NUM_THREADS": "1"} | ({"KVPS_SCHEDULER": scheduler} if trial.servers else {})
         env = {**config.environment(place, {}), "PATH": os.environ["PATH"]}
 
         def start(host: int, *words: str, **more: str) -> None:
@@ -134,7 +134,8 @@ def measured(trial: Trial, steps: int) -> float:
         words = ("-m", "benchmarks.predictions", "--steps", str(steps), "--as-worker", json.dumps(trial))
         for rank in range(trial.workers):
             ring = {"MASTER_ADDR": hosts.address(1), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
-            ranks = {"RANK": str(rank), "WORLD_SIZE": str(trial.workers), "KVPS_RANK": str(rank)}
+            ranks = {"RANK": str(rank), "WORLD_SIZE": str(trial.workers)}
+            ranks |= {"KVPS_RANK": str(rank)} if trial.servers else {}
             start(1 + rank, *words, **ring, **ranks, REPORT=str(Path(folder) / "steps.json"))
         codes = [process.wait() for process in reversed(running)]
         if any(codes):

@@ -62,6 +62,8 @@ def flags_of(arguments: list[str] | None) -> argparse.Namespace:
         "--late", default="drop", help="next or drop: what becomes of pushes after a quorum's round"
     )
     parser.add_argument("--slow", type=float, default=1.0, help="the last worker takes so many times as long")
+    parser.add_argument("--gate", type=float, help="times the median norm from which a worker does not count")
+    parser.add_argument("--broken", type=float, default=1.0, help="times the others' lr of the last worker")
     parser.add_argument(
         "--by-speed",
         action="store_true",
@@ -116,12 +118,16 @@ def main(arguments: list[str] | None = None) -> int:
             mode=flags.mode,
             quorum=flags.quorum,
             late=flags.late,
+            gate=flags.gate,
         )
         stores = list(outer.stores)
     rank, workers = stores[0].rank, stores[0].num_workers
     steps = steps_of(flags, rank, workers)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, flags.lr, total_steps=steps + 1, pct_start=flags.warm_up
+        optimizer,
+        flags.lr * (flags.broken if rank == workers - 1 else 1.0),
+        total_steps=steps + 1,
+        pct_start=flags.warm_up,
     )
     scheduler.last_epoch = flags.first_step
     own = max(1, flags.batch_size // workers)

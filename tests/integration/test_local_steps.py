@@ -17,8 +17,10 @@ from torch.nn.functional import cross_entropy
 import kvps
 import kvps.torch
 from kvps.compat import torchft
+from kvps.store.options import StoreOptions
 from kvps.torch import DiLoCo, LocalSGD
 from kvps.torch.local_steps import pace
+from kvps.torch.local_steps.gate import Gate
 from tests.integration.processes import Processes, has_checkpoint, until
 from tests.integration.training_loops import Weights, weights
 
@@ -504,6 +506,73 @@ def test_weights_that_are_not_finite_are_not_pushed() -> None:
     zero, one = run(work)
     assert all(weight.isfinite().all() for weight in zero)
     assert all(torch.equal(*pair) for pair in zip(zero, one, strict=True))
+
+
+POISONED = torch.randn(3 + 1, 12, 32, 6, generator=torch.Generator().manual_seed(5))
+"""Workers, steps, a batch, and features; the label is the largest of the first three."""
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_poisoned_worker_of_four_ruins_nothing_behind_a_gate(fragments: int) -> None:
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(model(x), x[..., :3].argmax(-1))
+
+    def trained(rank: int, gate: float | None, poison: float) -> tuple[float, int, Weights]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"sync_every": 2, "fragments": fragments, "alpha": 0.5}
+        with DiLoCo(model, optimizer, "sgd", 1.0, 0.0, gate=gate, **options) as outer:
+            for x in POISONED[rank]:
+                optimizer.zero_grad()
+                (loss(model, x) * (poison if rank == 3 else 1.0)).backward()
+                optimizer.step()
+            outer.pull()
+        with torch.no_grad():
+            return float(loss(model, POISONED[:3].flatten(0, 2))), outer.gated, weights(model)
+
+    def all_of(gate: float | None, poison: float) -> list[Any]:
+        return run(lambda rank: trained(rank, gate, poison), workers=4)
+
+    well, gated = all_of(None, 1.0), all_of(4.0, 1.0)
+    assert [closed for _, closed, _ in gated] == [0, 0, 0, 0]
+    for (_, _, plain), (_, _, same) in zip(well, gated, strict=True):
+        assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(plain, same, strict=True))
+    ruined, kept = all_of(None, -1000.0), all_of(4.0, -1000.0)
+    assert ruined[0][0] > 5 * well[0][0]
+    assert kept[0][0] < 1.1 * well[0][0]
+    assert [closed for _, closed, _ in kept] == [0, 0, 0, 12 if fragments == 2 else 6]
+
+
+def test_gate_that_cannot_be_is_refused() -> None:
+    def work(rank: int) -> None:
+        model, optimizer = begun()
+        for options, says in (
+            ({"gate": 1.0}, "number above 1"),
+            ({"gate": True}, "number above 1"),
+            ({"gate": 4, "mode": "async"}, "needs mode='sync'"),
+            ({"gate": 4, "quorum": 1}, "without quorum="),
+        ):
+            with pytest.raises(kvps.ConfigError, match=says):
+                DiLoCo(model, optimizer, **options)  # type: ignore[arg-type]  # of several types
+
+    run(work, workers=1, servers=1)
+
+
+def test_gate_waits_for_the_norms_of_most_workers_that_are_left() -> None:
+    def work(rank: int) -> None:
+        gate = Gate("gated", StoreOptions(30.0), 4.0, 1)
+        gate._timeout_s = 0.5
+        if rank == 0:
+            with pytest.raises(kvps.Timeout, match=r"1 of 2 workers came to merge 1 of fragment 0 in 0.5 s"):
+                gate.passes(0, [torch.ones(3)])
+        gate._reports._kv.barrier(timeout=30)
+        if rank == 1:
+            gate.leave()
+        else:
+            assert gate.passes(0, [torch.ones(3)])
+        gate.close()
+
+    run(work)
 
 
 def test_after_a_timeout_the_merge_is_waited_for_again() -> None:

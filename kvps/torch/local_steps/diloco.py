@@ -54,6 +54,7 @@ from kvps.torch.local_steps.arguments import (
     warn_unless_entered,
 )
 from kvps.torch.local_steps.fragments import Schedule, fragments_of
+from kvps.torch.local_steps.gate import SHARE, Gate, factor_of
 from kvps.torch.local_steps.pace import MeanStore, Pace
 from kvps.torch.sync.agreement import buffers_of, check_plain, demand_same
 from kvps.torch.sync.parameter_sync import carried, check_groups, named
@@ -73,6 +74,8 @@ class FragmentInFlight(NamedTuple):
     handle: Handle
     values: list[torch.Tensor]
     """Its pseudo-gradients, which the merged weights replace."""
+    counts: bool = True
+    """The gate let it pass; else nothing of the local weights remains."""
 
 
 class DiLoCo:
@@ -108,6 +111,9 @@ class DiLoCo:
         weight: of this worker in the mean: a number above 0, ``"tokens"`` for those of
             :meth:`add_tokens`, or None for 1. Needs ``mode="sync"`` and ``late="drop"``, where there is a
             mean.
+        gate: a worker's pseudo-gradient does not count if its norm is over so many times the median of all
+            workers' norms, such as 4; None for no gate. It needs three workers or more, ``mode="sync"``,
+            ``late="drop"`` and no quorum.
         quorum: merge when so many workers have pushed and ``grace`` is over, without waiting for the others.
         grace, on_worker_lost, worker_grace: as in :func:`kvps.create`.
         late: as in :func:`kvps.create`. With ``"next"`` no worker's steps are lost, and each push counts as
@@ -160,6 +166,7 @@ class DiLoCo:
         quorum: int | None = None,
         grace: float | str = "auto",
         late: str = "drop",
+        gate: float | None = None,
         on_worker_lost: str = "shrink",
         backup_device: torch.device | str | None = None,
         timeout: float = TIMEOUT_S,
@@ -179,6 +186,7 @@ class DiLoCo:
         store = store_type(mode)
         may_adapt = is_dynamic(dynamic_sync_every, mode, len(self._fragments))
         is_mean = has_means(mode, late)
+        factor = factor_of(gate, quorum, is_mean=is_mean)
         self._weight = Weight(weight, len(self._fragments), is_mean)
         self._hyper = outer_of(outer, lr, momentum, mode)
         self._outer = OuterNumbers(outer)
@@ -202,6 +210,7 @@ class DiLoCo:
         # Only where each merge is one of all workers do their weights have the same start.
         self._has_common_start = mode == "sync" and quorum is None
         self._mean = MeanStore(self._OWNER, options, compression if self._has_common_start else None)
+        self._gate = None if factor is None else Gate(self._OWNER, options, factor, len(self._fragments))
         self._pace: Pace | None = None
         if may_adapt:
             device = next(iter(self._params.values())).device
@@ -212,6 +221,7 @@ class DiLoCo:
             params,
             buffers_of(model),
             fragments=len(self._fragments),
+            gate=factor or 0.0,
             **({"sync_every": sync_every, "delay": delay} if self._has_common_start else {}),
         )
         self._rescale = 1.0 if is_mean else 1 / self._stores[0].num_workers
@@ -229,6 +239,11 @@ class DiLoCo:
     def kvstore(self) -> DistStore:
         """The store of the first fragment, for its ``rank``, ``num_workers`` and ``barrier()``."""
         return self._stores[0]
+
+    @property
+    def gated(self) -> int:
+        """How often this worker's pseudo-gradient did not count, by ``gate``."""
+        return 0 if self._gate is None else self._gate.closed
 
     @property
     def sync_every(self) -> int:
@@ -254,6 +269,8 @@ class DiLoCo:
             for kv in self._stores:
                 kv.close()
             self._mean.close()
+            if self._gate is not None:
+                self._gate.close()
             if self._pace is not None:
                 self._pace.close()
 
@@ -302,6 +319,8 @@ class DiLoCo:
         worker."""
         rounds = self._steps.owed()
         self._schedule.begin_at(rounds)
+        if self._gate is not None:
+            self._gate.begin(rounds)
         return sum(rounds)
 
     def resume(self) -> int:
@@ -376,6 +395,9 @@ class DiLoCo:
                 "either; and check the loss and the inner learning rate"
             )
         weight = self._weight.of(fragment)
+        counts = self._gate is None or self._gate.passes(fragment, deltas)
+        if not counts:
+            deltas, weight = [torch.zeros_like(delta) for delta in deltas], SHARE * weight
         try:
             handle = self._stores[fragment].pushpull(
                 list(names), deltas, out=deltas, weight=weight, async_op=True
@@ -383,8 +405,10 @@ class DiLoCo:
         except EpochChanged as error:
             self._go_on(error)
             return
-        self._away = FragmentInFlight(handle, deltas)
+        self._away = FragmentInFlight(handle, deltas, counts)
         self._weight.left(fragment)
+        if self._gate is not None:
+            self._gate.left(fragment)
         steps = self._schedule.steps
         self._schedule.left()
         if self._pace is not None:
@@ -396,7 +420,7 @@ class DiLoCo:
         ``alpha``."""
         if self._away is None:
             return
-        share = self._alpha if alpha is None else alpha
+        share = (self._alpha if alpha is None else alpha) * self._away.counts
         fragment = self._schedule.in_flight
         assert fragment is not None
         began = time.monotonic()
@@ -480,7 +504,13 @@ class DiLoCo:
             for name, param in self._params.items()
         }
         learned = {name: param - base[name] for name, param in self._params.items()}
-        means = self._mean.of(learned, self._weight.overall())
+        weight = self._weight.overall()
+        if self._gate is not None and self._gate.is_shut:
+            learned, weight = (
+                {name: torch.zeros_like(value) for name, value in learned.items()},
+                SHARE * weight,
+            )
+        means = self._mean.of(learned, weight)
         for name, param in self._params.items():
             param.copy_(means[name] + base[name])
 
@@ -507,6 +537,8 @@ class DiLoCo:
         Then every worker has the global weights.
         """
         self._take()
+        if self._gate is not None:
+            self._gate.leave()
         # Each join waits for the other workers, which go on merging the other fragments until they join.
         with ThreadPoolExecutor(len(self._stores)) as threads:
             joins = [threads.submit(kv.join) for kv in self._stores]

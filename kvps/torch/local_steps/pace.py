@@ -102,8 +102,74 @@ def _is_known(report: Report) -> bool:
     return 0 < report.step_s < math.inf
 
 
-SPEEDS = "speeds"
-"""The key of the table: float64, (workers, fields of a report)."""
+class Reports:
+    """A row of numbers of each rank, in a store without rounds: nobody waits for another.
+
+    Args:
+        name: the store's.
+        options: of the front end's stores.
+        columns: the numbers of a row; all are 0 before the first report.
+
+    Attributes:
+        rank: of this worker.
+        table: the newest rows that this worker has read, float64, (workers, columns).
+        rollbacks: how often the servers have returned to a checkpoint.
+    """
+
+    def __init__(self, name: str, options: StoreOptions, columns: int) -> None:
+        self._kv = create_dist("dist_async", name, options)
+        self.rank: int = self._kv.rank
+        self.table = torch.zeros(self._kv.num_workers, columns, dtype=torch.float64, device="cpu")
+        self.rollbacks = 0
+        self._away: Handle | None = None
+        self._open(None)
+
+    def lost(self) -> int:
+        """Return the number of members that are lost."""
+        return self._kv.num_dead_nodes
+
+    def send(self, row: Sequence[float]) -> None:
+        """Send this worker's row, and ask for the others'; do not wait for them."""
+        value = (torch.tensor([self.rank]), torch.tensor([row], dtype=torch.float64))
+        while True:
+            try:
+                self._away = self._kv.pushpull(REPORTS, value, out=self.table, async_op=True)
+                return
+            except EpochChanged as error:
+                self._open(error)
+
+    def wait(self) -> None:
+        """Wait for the rows asked for last."""
+        if self._away is not None:
+            try:
+                self._away.wait()
+            except EpochChanged as error:
+                self._open(error)
+            self._away = None
+
+    def close(self) -> None:
+        """Close the store."""
+        self._kv.close()
+
+    def _open(self, error: EpochChanged | None) -> None:
+        """Create the table where there is none, and read it; ``error`` is set if servers returned
+        to a checkpoint."""
+        self.rollbacks += error is not None
+        while True:
+            try:
+                if error is None or REPORTS not in error.after:
+                    self._kv.init(REPORTS, torch.zeros_like(self.table))
+                if error is None or not error.has_optimizer:
+                    self._kv.set_optimizer("assign")
+                self._kv.resume([REPORTS])
+                self._kv.pull(REPORTS, out=self.table)
+                return
+            except EpochChanged as another:
+                error = another
+
+
+REPORTS = "reports"
+"""The key of the table."""
 
 
 class Pace:
@@ -120,16 +186,11 @@ class Pace:
     def __init__(
         self, owner: str, options: StoreOptions, sync_every: int, least: int, device: torch.device
     ) -> None:
-        self._kv = create_dist("dist_async", f"{owner}.pace", options)
-        self._rank: int = self._kv.rank
+        self._reports = Reports(f"{owner}.pace", options, len(Report._fields))
         self._timer = StepTimer(device)
-        self._steps = DynamicSteps(sync_every, least, self._rank)
-        self._table = torch.zeros(
-            self._kv.num_workers, len(Report._fields), dtype=torch.float64, device="cpu"
-        )
+        self._steps = DynamicSteps(sync_every, least, self._reports.rank)
         self._pushed_at = 0.0
-        self._away: Handle | None = None
-        self._open(None)
+        self.close = self._reports.close
 
     def begin_turn(self) -> None:
         """Note that the first turn begins now."""
@@ -150,43 +211,13 @@ class Pace:
         now = time.monotonic()
         step_s, turn_s = self._timer.median_s(steps), now - self._pushed_at
         self._pushed_at = now
-        while True:
-            own = Report(float(self._table[self._rank, 0]) + 1, step_s, turn_s)
-            row = (torch.tensor([self._rank]), torch.tensor([own], dtype=torch.float64))
-            try:
-                self._away = self._kv.pushpull(SPEEDS, row, out=self._table, async_op=True)
-                return
-            except EpochChanged as error:
-                self._open(error)
+        turns = float(self._reports.table[self._reports.rank, 0]) + 1
+        self._reports.send(Report(turns, step_s, turn_s))
 
     def next_steps(self) -> int:
         """Wait for the speeds asked for last; return the steps of the turn that has begun."""
-        if self._away is not None:
-            try:
-                self._away.wait()
-            except EpochChanged as error:
-                self._open(error)
-            self._away = None
-        return self._steps.of([Report(*row) for row in self._table.tolist()], time.monotonic())
-
-    def close(self) -> None:
-        """Close the store."""
-        self._kv.close()
-
-    def _open(self, error: EpochChanged | None) -> None:
-        """Create the table where there is none, and read it; ``error`` is set if servers returned
-        to a checkpoint."""
-        while True:
-            try:
-                if error is None or SPEEDS not in error.after:
-                    self._kv.init(SPEEDS, torch.zeros_like(self._table))
-                if error is None or not error.has_optimizer:
-                    self._kv.set_optimizer("assign")
-                self._kv.resume([SPEEDS])
-                self._kv.pull(SPEEDS, out=self._table)
-                return
-            except EpochChanged as another:
-                error = another
+        self._reports.wait()
+        return self._steps.of([Report(*row) for row in self._reports.table.tolist()], time.monotonic())
 
 
 STEPS_MAX = 512
