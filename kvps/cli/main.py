@@ -43,6 +43,8 @@ COMMANDS = {
     "follow": "write each published version of a model as a safetensors file",
     "keygen": "make the keys of a cluster, rotate the key of a role, retire old keys",
     "evict": "end a live member of a job, so that another process can take its rank",
+    "drain": "have other processes take the seats of a server, so that its process can end",
+    "scale": "change the number of server processes while the job runs",
     "bench": "compare the speed of kvps and torch's gloo on this machine",
     "checkpoint": "list and verify the checkpoints of servers; export a model",
 }

@@ -8,8 +8,9 @@ example, two servers of one cluster:
   kvps-server --scheduler tcp://127.0.0.1:9091 --memory-limit 2G &
 
 It waits up to 60 s (KVPS_JOIN_TIMEOUT) for the scheduler. It ends when the job ends: with 0 if every
-worker left, with 1 if any was lost permanently. SIGTERM and SIGINT end it. Its part of the model is
-then lost, except for the last checkpoint.
+worker left, with 1 if any was lost permanently. At SIGTERM other server processes take its seats, with
+all values, if there are any: no call fails. SIGINT, a second SIGTERM and the end of --grace end it at once. Its
+part of the model is then lost, except for the last checkpoint.
 
 With --checkpoint-dir, all servers save the values of one moment while training continues. If a server is
 lost, start it again with its --rank and the --checkpoint-dir that has its files. It then returns to the
@@ -21,7 +22,7 @@ kvps.core.optim.torch_rules.register(...) when it is imported.
 {exit_codes}
 environment, where the flag is not given:
   KVPS_SCHEDULER, KVPS_BIND, KVPS_ADVERTISE, KVPS_RANK, KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_TABLE_DIR,
-  KVPS_LIMITS, KVPS_PLUGIN (separated by commas), KVPS_CHECKPOINT_DIR, KVPS_CHECKPOINT_EVERY,
+  KVPS_GRACE, KVPS_LIMITS, KVPS_PLUGIN (separated by commas), KVPS_CHECKPOINT_DIR, KVPS_CHECKPOINT_EVERY,
   KVPS_JOIN_TIMEOUT, KVPS_KEYS, KVPS_INSECURE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL, KVPS_LOG_FORMAT
   KVPS_SILENCE_MAX: seconds of silence after which the scheduler counts as lost (12)
   KVPS_TRANSPORT: how values travel; tcp, shm (shared memory), or auto (shm where it works)
@@ -42,6 +43,7 @@ from kvps.errors import ConfigError
 from kvps.runtime.member_process import let_threads_sleep
 
 NAME = "kvps-server"
+GRACE_S = 20.0
 
 
 def _parser() -> flags.Parser:
@@ -62,6 +64,8 @@ def _parser() -> flags.Parser:
             "--checkpoint-dir DIR": "write checkpoints here, and return to the last checkpoint after a "
             "server was lost; all servers may share DIR; KVPS_CHECKPOINT_DIR (none)",
             **flags.CHECKPOINT_EVERY,
+            "--grace SECONDS": "after SIGTERM, time for other processes to take the seats of this process; "
+            f"KVPS_GRACE ({GRACE_S:g})",
             **flags.limits_flag("server"),
             **flags.HTTP,
         }
@@ -81,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
     limit = flags.setting(parsed, "memory_limit", config.as_bytes, None)
     limits = flags.limits_of(parsed, "server")
     rank = flags.setting(parsed, "rank", config.as_whole, None)
+    grace_s = flags.setting(parsed, "grace", config.as_seconds, GRACE_S)
     advertise = flags.setting(parsed, "advertise", lambda _, given: given, None)
     plugins = parsed.plugin or [plugin for plugin in (config.text("KVPS_PLUGIN") or "").split(",") if plugin]
     keys = flags.keys_of(parsed, "server")
@@ -120,6 +125,7 @@ def main(argv: Sequence[str]) -> int:
         limits=limits,
         checkpoint_dir=folder,
         checkpoint_every_s=every_s,
+        grace_s=grace_s,
     )
 
 

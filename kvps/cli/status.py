@@ -85,7 +85,14 @@ def _facts(job: Mapping[str, Any]) -> list[str]:
         f"server {rank}: its standby {who} took its place {ago_s:.0f} s ago (incarnation {incarnation})"
         for rank, incarnation, who, ago_s in [each.values() for each in job["promotions"][-PROMOTIONS_SHOWN:]]
     ]
-    return lines
+    return lines + [_move(move) for move in job["moves"][-PROMOTIONS_SHOWN:]]
+
+
+def _move(move: Mapping[str, Any]) -> str:
+    if move["is_over"]:
+        return f"server {move['rank']}: moved to {move['who']} {move['ago_s']:.0f} s ago, in {move['took_s']:.1f} s"
+    who = move["who"] or "another process: none has come yet"
+    return f"server {move['rank']}: moves to {who}, since {move['ago_s']:.0f} s"
 
 
 def _copy(copy: Mapping[str, Any]) -> tuple[str, ...]:

@@ -166,6 +166,7 @@ class MembershipClient:
         """Returns what a server says of its copy beside each BEAT; None while it says nothing."""
         self.heard_at = now
         self._leave: p.Leave | None = None
+        self._drain: p.Drain | None = None
         """The LEAVE that was sent, until it is acknowledged."""
         self._next_beat = now
         self._last_timer_at = now
@@ -314,6 +315,11 @@ class MembershipClient:
         if self.standing is not None:
             self.send(SCHEDULER, self.standing())
 
+    def drain_within(self, within_s: float) -> None:
+        """Ask that others take the seats of this process; said again beside each BEAT."""
+        self._drain = p.Drain(self.rank, within_s)
+        self.send(SCHEDULER, self._drain)
+
     def leave(self, done: bool, exit_code: int, replaceable: bool, reason: str) -> None:
         """Say that this process ends, and how."""
         if not self.left and self.welcome is not None:
@@ -393,6 +399,8 @@ class MembershipClient:
             beat = p.Beat(self.progress, self.waits_in, standstill=self.standstill, **figures)
             self.send(SCHEDULER, beat)
             self.stand()
+            if self._drain is not None:
+                self.send(SCHEDULER, self._drain)
             if self._leave is not None:
                 self.send(SCHEDULER, self._leave)
         elif self.silent_for(now) < self.identity.join_max_s:

@@ -221,6 +221,8 @@ class Launch:
                         self._show_seats(int(taken))
                     case ["ended", *words]:
                         self._why_scheduler_ended = f": {' '.join(words)}"
+                    case ["servers", count]:
+                        self._start_more_servers(int(count))
                     case ["rebuilds", flag]:
                         self._rebuilds = flag == "1"
                     case ["goes-on", flag]:
@@ -279,6 +281,13 @@ class Launch:
             if config.text("KVPS_MEMORY_LIMIT", env=self._env_of("server")) is None:
                 words += ["--memory-limit", share_bytes(self._plan.servers * (1 + self._plan.replicas))]
         self._start("server", rank, life, words)
+
+    def _start_more_servers(self, count: int) -> None:
+        """Let so many processes run that hold servers; those that are too many end by themselves."""
+        here = {child.rank for child in self._children.values() if child.role == "server"}
+        free = [rank for rank in range(max(count, self._plan.servers)) if rank not in here]
+        for rank in free[: max(0, count - len(here))] if self._stage is LaunchStage.GOING else ():
+            self._start_server(rank, 0)
 
     def _start_worker(self, rank: int, life: int) -> None:
         final = ["--no-replacement"] if life >= self._plan.max_restarts else []

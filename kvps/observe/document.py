@@ -58,6 +58,7 @@ def document_of(job: bytes, seen: Seen) -> dict[str, Any]:
         "waits": [wait._asdict() for wait in seen.waits],
         "copies": [copy._asdict() for copy in seen.copies],
         "promotions": [promotion._asdict() for promotion in seen.promotions],
+        "moves": [move._asdict() for move in seen.moves],
         "problems": [problem._asdict() for problem in problems_of(seen)],
     }
 

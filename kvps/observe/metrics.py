@@ -207,6 +207,7 @@ METRICS = (
         ("server", "worker"),
     ),
     _of_scheduler("kvps_promotions_total", "Standbys that have taken the seats of lost servers."),
+    _of_scheduler("kvps_moves_total", "Servers whose seat another process has taken, as asked."),
     _of_scheduler("kvps_barriers_passed_total", "Waits of workers at barriers that ended well."),
     _of_scheduler(
         "kvps_waits_failed_total", "Waits of workers at barriers and for checkpoints that ended by an error."

@@ -107,6 +107,8 @@ class View(Message):
     keys: tuple[str, ...] = ()
     """In the order of ``members``, the public key by which each speaks to the others, or that it has where
     it listens; empty for a member without a key. None at all in a job without keys."""
+    lines: dict[str, int] = field(default_factory=dict)
+    """By rank of a server that was given all that its predecessors held: the first one's incarnation."""
 
 
 @tag(14)
@@ -124,6 +126,7 @@ class ViewChanges(Message):
     since: int = 0
     cut: int = 0
     keys: tuple[str, ...] = ()
+    lines: dict[str, int] = field(default_factory=dict)
 
     def applied(self, view: View) -> View:
         """Return the view that a member has whose newest was ``view``, not older than ``base``."""
@@ -144,6 +147,7 @@ class ViewChanges(Message):
             tuple([new_keys.get(node, key) for node, key in zip(nodes, keys, strict=False)])
             if view.keys or self.keys
             else (),
+            self.lines,
         )
 
 
@@ -438,6 +442,18 @@ class Promotion(NamedTuple):
     ago_s: float
 
 
+class Move(NamedTuple):
+    """A server's seat that another process has taken from one that goes on, or is about to take."""
+
+    rank: int
+    who: str
+    """HOST:PID of that process; empty while there is none."""
+    ago_s: float
+    """Seconds since it has the seat; or since this was asked for."""
+    took_s: float
+    is_over: bool
+
+
 @tag(79)
 class Seen(Answer):
     """Answer to LOOK."""
@@ -461,6 +477,8 @@ class Seen(Answer):
     """One for each server, in a job with copies."""
     promotions: tuple[Promotion, ...] = ()
     """The newest promotions of standbys, the oldest first."""
+    moves: tuple[Move, ...] = ()
+    """The newest moves of servers' seats, the oldest first, and behind them those under way."""
 
 
 @tag(130)
@@ -580,6 +598,23 @@ class Evict(Message):
 
     role: int
     rank: int
+
+
+@tag(116)
+class Drain(Message):
+    """Operator, or a server itself, to scheduler: hand all seats of the process of this server to others."""
+
+    rank: int
+    within_s: float
+    """The time that it may take."""
+
+
+@tag(117)
+class Scale(Message):
+    """Operator to scheduler: let so many processes hold the seats of servers."""
+
+    servers: int
+    within_s: float
 
 
 # --- seats that two want --------------------------------------------------------------------------

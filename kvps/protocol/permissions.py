@@ -43,10 +43,10 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     Place.SCHEDULER: {
         Role.WORKER: _MEMBER
         | {p.Evict, p.Rendezvous, p.Barrier, p.Resume, p.Checkpoint, p.Halted, p.Proceeding, p.Trace, p.Fetch}
-        | {p.Close},
+        | {p.Close, p.Drain, p.Scale},
         Role.READER: frozenset({p.Where}),
         Role.SERVER: _MEMBER
-        | {p.Measured, p.ImageTaken, p.ImageKept, p.Committed, p.Shelf, p.Restored, p.Standing},
+        | {p.Measured, p.ImageTaken, p.ImageKept, p.Committed, p.Shelf, p.Restored, p.Standing, p.Drain},
     },
     Place.SERVER: {
         Role.WORKER: _SHARING
@@ -94,7 +94,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
 BY_KEY: dict[str, frozenset[type[Message]]] = {
     "worker": frozenset({p.Enrol, p.Hello, p.Rendezvous}),
     "server": frozenset({p.Enrol, p.Hello}),
-    "admin": frozenset({p.Evict, p.Look, p.Ping, p.Trace, p.Fetch}),
+    "admin": frozenset({p.Evict, p.Drain, p.Scale, p.Look, p.Ping, p.Trace, p.Fetch}),
     "look": frozenset({p.Look, p.Ping}),
     "reader": frozenset({p.Where}),
 }
@@ -182,7 +182,8 @@ def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message])
                 f"the session key of {name} speaks for {name_of(envelope.node, envelope.incarnation)}",
                 reason="other_member",
             )
-        if kind in (p.Enrol, p.Evict, p.Rendezvous, p.Trace, p.Fetch):
+        is_own = kind is p.Drain and envelope.role is Role.SERVER  # a server may ask for itself
+        if kind in (p.Enrol, p.Evict, p.Drain, p.Scale, p.Rendezvous, p.Trace, p.Fetch) and not is_own:
             raise Unauthorized(
                 f"the session key of {name} may not send {kind.__name__}", reason="key_may_not"
             )

@@ -24,7 +24,7 @@ from kvps.checkpoint import atomic_file
 from kvps.core.effects import Exit, Finish
 from kvps.core.limits import Limits
 from kvps.core.liveness import DROP_GRACE_S, SILENCE_MAX_S
-from kvps.core.scheduler.job import CONCLUDED, Suspect
+from kvps.core.scheduler.job import CONCLUDED, SERVERS, Suspect
 from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler
 from kvps.core.scheduler.seat import GOES_ON, REBUILDS, REPLACE_MAX_S, SEATS, Settings
 from kvps.errors import ConfigError, KvpsError, StorageError
@@ -43,7 +43,13 @@ log = logging.getLogger("kvps")
 STATE_FILE = "scheduler.state"
 Tell = Callable[[str, object], None]
 """Told an event and its value, as :class:`kvps.launchers.lifecycle.Launch` reads them."""
-_EVENTS = {CONCLUDED: "checkpoint", SEATS: "seats", GOES_ON: "goes-on", REBUILDS: "rebuilds"}
+_EVENTS = {
+    CONCLUDED: "checkpoint",
+    SEATS: "seats",
+    SERVERS: "servers",
+    GOES_ON: "goes-on",
+    REBUILDS: "rebuilds",
+}
 THIS_PROCESS = ProcessInfo(__version__, time.time)
 """How often a name is looked up that is not known: its container may not be up yet."""
 
@@ -206,8 +212,9 @@ def run_scheduler(
         tell: called with an event and its value: "scheduler" and its address when it listens; "dashboard"
             and its URL, before that; "seats" and their number, each time it changes until all are taken;
             "goes-on" and 1 when all workers that are here go on without a lost one, 0 when not; "checkpoint"
-            and the number of the last one, which SIGUSR2 asks for, 0 if nothing was to be kept; "ended" and
-            the reason for the end of the job.
+            and the number of the last one, which SIGUSR2 asks for, 0 if nothing was to be kept; "servers"
+            and how many processes are to hold them, when that changes; "ended" and the reason for the end of
+            the job.
         is_launched: ``tell`` reaches kvps-launch: seats are told, and the reason for the end is not logged.
         limits: the named limits; None for those of KVPS_LIMITS.
         replicas: how many standbys each server has, 0 or 1.

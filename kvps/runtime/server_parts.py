@@ -2,7 +2,8 @@
 of other servers, each a core with a loop in a thread of its own.
 
 One part always waits for a seat: when it gets that, the next begins. So the scheduler finds a standby in
-every process, also for several servers. A process lives as long as some part of it serves.
+every process, also for several servers. In a job without copies one waits only while a seat is to be moved. A
+process lives as long as some part of it serves.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVarTuple
 
 from kvps.core.effects import Disk, Exit, Finish
 from kvps.core.membership_client import EXIT_CONFIG, SEATED
-from kvps.core.server.server import Server
+from kvps.core.server.server import STAYS, WANTED, Server
 from kvps.net.driver import Door, Inbox, Lens, Listener, drive
 from kvps.net.transport import Transport
 from kvps.observe import logs
@@ -56,7 +58,7 @@ class ServerParts:
         self._make = make
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Part] = {}
-        self._is_ending = False
+        self._is_ending = self._retires = False
         self._first: Part | None = None
         self._last = Exit(0, "")
 
@@ -65,7 +67,7 @@ class ServerParts:
         self._first = first
         ending = drive(first.core, first.transport, first.inbox, _Listener(self, first), lens=first.lens)
         _close(first)
-        if not self._is_ending and first.core.member.stopped is None:
+        if not self._is_ending:
             while busy := [thread for thread, part in self._living() if part.serves]:
                 busy[0].join(LOOK_EVERY_S)
                 ending = self._last
@@ -78,8 +80,19 @@ class ServerParts:
             if part is not None:
                 part.inbox.put(door, *arguments)
 
+    def retire(self, reason: str, within_s: float) -> None:
+        """The operator ends this process: others take its seats before, if they can in this time."""
+        if self._retires:
+            self.leave(reason)
+            return
+        self._retires = True
+        self.put(Server.retire, reason, within_s)
+        late = threading.Timer(within_s, self.leave, (f"{reason}; nobody took its seats in {within_s:g} s",))
+        late.daemon = True
+        late.start()
+
     def leave(self, reason: str) -> None:
-        """The operator ends this process."""
+        """The operator ends this process at once."""
         self._is_ending = True
         self.put(Server.leave, reason)
 
@@ -93,15 +106,20 @@ class ServerParts:
         for thread, _ in self._living():
             thread.join(END_MAX_S)
 
-    def begin(self) -> None:
-        """Start one more part; called when the one that waited has got a seat."""
+    def begin(self, *, if_none_waits: bool = False) -> None:
+        """Start one more part; called when the one that waited has got a seat, or another is wanted."""
         with self._lock:
-            if self._is_ending:
+            waits = any(part.core.member.welcome is None for part in self._threads.values())
+            if self._is_ending or self._retires or (if_none_waits and waits):
                 return
             part = self._make()
             thread = threading.Thread(target=self._run, args=(part,), name="kvps standby", daemon=True)
             self._threads[thread] = part
             thread.start()
+
+    @property
+    def _has_copies(self) -> bool:
+        return self._first is not None and self._first.core.member.seat.replicas > 0
 
     def _living(self) -> list[tuple[threading.Thread, Part]]:
         with self._lock:
@@ -112,7 +130,7 @@ class ServerParts:
         logs.speak_in_thread_as(lambda: logs.Speaker("server", member.rank if member.welcome else None))
         try:
             ending = drive(part.core, part.transport, part.inbox, _Listener(self, part), lens=part.lens)
-            if member.welcome is None and ending.code == EXIT_CONFIG:
+            if member.welcome is None and ending.code == EXIT_CONFIG and self._has_copies:
                 log.warning("this process hosts no standby: %s", ending.reason)
             elif member.welcome is not None:
                 self._last = ending
@@ -132,8 +150,11 @@ class _Listener(Listener):
         self._parts, self._part = parts, part
 
     def finish(self, effect: Finish) -> None:
-        if effect.ticket == SEATED:
-            threading.Thread(target=self._parts.begin, name="kvps standby starts", daemon=True).start()
+        if effect.ticket in (SEATED, WANTED):
+            begin = partial(self._parts.begin, if_none_waits=effect.ticket == WANTED)
+            threading.Thread(target=begin, name="kvps standby starts", daemon=True).start()
+        elif effect.ticket == STAYS:
+            self._parts.leave(f"asked to stop; {effect.value}")
 
     def order(self, effect: Disk) -> None:
         if self._part.archive is not None:

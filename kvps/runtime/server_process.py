@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -57,6 +58,7 @@ def run_server(
     keys: Keys | None = None,
     http: Place | None = None,
     limits: Limits | None = None,
+    grace_s: float = 20.0,
 ) -> int:
     """Run a server until its job is over; return its exit code.
 
@@ -76,6 +78,7 @@ def run_server(
         keys: its own, and the scheduler's public one; None where there are none.
         http: where to serve metrics; None for nowhere.
         limits: the named limits; None for those of KVPS_LIMITS.
+        grace_s: how long other processes may take to hold its seats, at SIGTERM.
 
     Raises:
         ConfigError: if that cannot be, the port is busy, or there are too few file descriptors.
@@ -141,7 +144,13 @@ def run_server(
     with (
         MemoryWatch(lambda used, total: parts.put(Server.on_memory, used, total)),
         serving_if_asked(http, "server", sampler),
-        on_stop(lambda number: parts.leave("asked to stop")),
+        on_stop(
+            lambda number: (
+                parts.retire("asked to stop", grace_s)
+                if number == signal.SIGTERM
+                else parts.leave("asked to stop")
+            )
+        ),
         lenses.dumping_at_signal(inbox, record),
     ):
         lens = lenses.member_lens(Role.SERVER, transport, core.member.envelope, lambda: core.counts, record)

@@ -8,7 +8,7 @@ that were pushed are overwritten at once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,18 +20,20 @@ from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.id_split import SplitIds
 from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.embedding.tiered import Tier
-from kvps.core.membership_client import JOIN_MAX_S, Identity
+from kvps.core.membership_client import JOIN_MAX_S, SEATED, Identity
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.scheduler.job import SUSPECT, Suspect
 from kvps.core.scheduler.scheduler import Scheduler, Settings
-from kvps.core.server.server import Server
+from kvps.core.scheduler.seat import Seat
+from kvps.core.server.server import WANTED, Server
 from kvps.core.worker import calls
 from kvps.core.worker.calls.embeddings import Group
 from kvps.core.worker.plan import CopyVersion
 from kvps.core.worker.timeout_report import ASK_SCRIPT
 from kvps.core.worker.worker import Worker
 from kvps.errors import EpochChanged, KvpsError
-from kvps.protocol.envelope import Node, Role
+from kvps.protocol.envelope import Envelope, Node, Packet, Role
+from kvps.protocol.membership import Drain, Scale
 from kvps.protocol.stores import Open
 from kvps.tensors import spec_of
 from tests.simulation.disk import Disk
@@ -450,17 +452,34 @@ class Cluster:
         now = self.network.time(name)
         core = Server(identity, now, checkpoint_every_s=self.checkpoint_every_s)
         process = self.network.add(name, Role.SERVER, core, endpoint, keys)
-        process.on_finish = lambda effect: self.network.at(self.network.now + 0.01, self.start_spare)
+        process.on_finish = lambda effect: self._start_wanted(effect)
         self.spares.append(process)
         self.network.perform(process, core.start(now))
         return process
+
+    def _start_wanted(self, effect: Finish) -> None:
+        """Start a standby in the place of one that has a seat; where a seat moves, unless one waits."""
+        waits = any(spare.alive and spare.core.member.welcome is None for spare in self.spares)  # type: ignore[attr-defined]
+        if effect.ticket == SEATED or (effect.ticket == WANTED and not waits):
+            self.network.at(self.network.now + 0.01, self.start_spare)
+
+    def order(self, message: Drain | Scale) -> None:
+        """Ask the scheduler as an operator does."""
+        core, now = self.scheduler.core, self.network.time("scheduler")
+        seats: Iterable[Seat] = core.job.seats.by_node.values()  # type: ignore[attr-defined]
+        routes = [link for seat in seats if seat.node.role is Role.WORKER for link in seat.links]
+        if not routes:  # nobody is there whose connection the answer may take
+            return
+        route, asking = routes[0], Envelope(bytes(16), 0, Role.WORKER, 0, 0, 1 << 40)
+        self.network.perform(self.scheduler, core.on_packet(route, Packet(asking, message), now))
 
     def holders(self, rank: int) -> tuple[Process | None, Process | None]:
         """Return the process that has the seat of a server, and its standby, as the scheduler knows them."""
         seats = self.scheduler.core.job.seats.by_node  # type: ignore[attr-defined]
         found: list[Process | None] = []
         for role in (Role.SERVER, Role.STANDBY):
-            life = seats[Node(role, rank)].incarnation
+            seat = seats.get(Node(role, rank))  # in a job without copies there is none
+            life = 0 if seat is None else seat.incarnation
             found.append(
                 next(
                     (
@@ -506,6 +525,7 @@ class Cluster:
         )
         process = self.network.add(name, Role.SERVER, core, endpoint, keys)
         process.on_order = lambda effect: self.shelves.order(process, rank, effect.order)
+        process.on_finish = lambda effect: self._start_wanted(effect)
         self._servers[rank] = process
         self.network.perform(process, core.start(now))
         return process

@@ -37,21 +37,24 @@ from kvps.core.scheduler.figures.fault_log import FaultLog
 from kvps.core.scheduler.figures.measurements import ServerMeasurements
 from kvps.core.scheduler.figures.status import StatusReport
 from kvps.core.scheduler.membership import Membership
+from kvps.core.scheduler.moves import Order
 from kvps.core.scheduler.phase import Phase, assess, told
 from kvps.core.scheduler.rate_limits import ViewRateLimiter
 from kvps.core.scheduler.saved_state import RendezvousTable, SavedState, dump, load
 from kvps.core.scheduler.seat import GOES_ON, REBUILDS, SEATS, Seat, Settings, State
 from kvps.core.scheduler.standbys import Standbys
 from kvps.core.scheduler.view_history import ViewHistory
-from kvps.errors import ConfigError
+from kvps.errors import ConfigError, KvpsError, ServerLost, Timeout
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
-from kvps.protocol.membership import Beat, Error, Hello, Released, Seen, Standing, Stop, View, Welcome
+from kvps.protocol.membership import Beat, Done, Error, Hello, Released, Seen, Standing, Stop, View, Welcome
 from kvps.protocol.publications import ServersAre
 
 EXIT_DONE, EXIT_LOST, EXIT_TEMPORARY = 0, 1, 75
 CONCLUDED = 1
 """The ticket of :meth:`Job.conclude`; its value is the number of the last checkpoint, or 0."""
+SERVERS = 7
+"""The ticket that tells how many processes are to hold the seats of servers."""
 SUSPECT = 5
 """The ticket that asks whether somebody listens at the endpoint of a :class:`Suspect`; the answer, if nobody
 does, is :meth:`~kvps.core.scheduler.scheduler.Scheduler.on_ended`. Asked only in a job with copies."""
@@ -177,7 +180,7 @@ class Job:
         if self.due is None:
             self._looked_at = now
         before = self.phase
-        if self.settings.replicas:
+        if self.standbys.is_on:
             self._promote(now)
         self.phase, self.reason = self.assess(now)
         if self.phase is Phase.RUNNING and not self.formed:
@@ -190,7 +193,8 @@ class Job:
         self.tell_if_it_goes_on()
         answers = self._assemble()
         self._meet(now)
-        if self.settings.replicas:
+        if self.standbys.is_on:
+            self._move(now)
             self._assign(now)
         if self.phase is Phase.ENDING and not self.seats.has_held_worker:
             is_well = all(seat.state is State.LEFT or seat.is_vacant for seat in self.seats.workers(*State))
@@ -222,6 +226,95 @@ class Job:
             self.fault_log.promoted(server.node, who, now)
             self.counts.add("kvps_promotions_total")
 
+    # --- seats that move --------------------------------------------------------------------
+
+    def drain(self, seat: Seat, waiter: Waiter, within_s: float, now: float, *, by_itself: bool) -> None:
+        """The process that holds a seat is to hand all of its seats to others.
+
+        Raises:
+            ConfigError: if that cannot be.
+        """
+        if self.phase is not Phase.RUNNING:
+            raise ConfigError(f"the job does not run ({self.reason}), so no seat can be handed over")
+        spares = [spare.process for spare in self.standbys.spares.values()]
+        others = {*self.standbys.moves.holders(), *spares} if by_itself else None
+        if self.standbys.moves.drain(seat, waiter, within_s, now, others):
+            self.note("info", f"{seat.host}:{seat.pid} is drained: others take the seats that it holds")
+            for route in [at for at, spare in self.standbys.spares.items() if spare.process == seat.process]:
+                self._part(route, "its process is drained")
+            self._begin_to_move(now)
+
+    def scale(self, servers: int, waiter: Waiter, within_s: float, now: float) -> None:
+        """So many processes are to hold the seats of servers.
+
+        Raises:
+            ConfigError: if they cannot.
+        """
+        if self.phase is not Phase.RUNNING:
+            raise ConfigError(f"the job does not run ({self.reason}), so no seat can be handed over")
+        if self.standbys.moves.scale(servers, waiter, within_s, now):
+            self.note("info", f"the seats of servers are spread over {servers} processes")
+            self._outbox.append(Finish(SERVERS, servers))
+            self._begin_to_move(now)
+
+    def _begin_to_move(self, now: float) -> None:
+        for seat in self.standbys.moves.seats_to_move():
+            copy = self.standbys.of(seat)
+            if copy is not None and (why := self.standbys.why_not_level(copy)):
+                self._give_up(seat, why)
+        self.apply_changes(now)
+
+    def _part(self, route: Route, why: str) -> None:
+        """Let a spare go."""
+        self.send(route, Stop(EXIT_DONE, why))
+        self.standbys.withdraw(route)
+
+    def _move(self, now: float) -> None:
+        """Hand over the seats whose next holder is level, and see what else is to move."""
+        ours, seats = self.standbys.moves, self.seats
+        while ready := self.standbys.ready_to_move():
+            self._hand_over(ready, now)
+        moving = ours.seats_to_move()
+        for seat in moving if self.settings.replicas else moving[:1]:
+            ours.begun.setdefault(seat.node.rank, now)
+            if self.standbys.of(seat) is None:
+                seats.want_standby(seat.node.rank)
+                seat.standing = Standing()
+        if misplaced := self.standbys.misplaced(moving):
+            self.dismiss(misplaced, "another process is to hold the seat")
+        for order, why in ours.finished():
+            self._tell_of(order, ServerLost(why) if why else None)
+        ours.forget()
+        if not self.settings.replicas:
+            kept = {seat.node.rank for seat in ours.seats_to_move()[:1]}
+            for node in [each.node for each in self.standbys.all() if each.node.rank not in kept]:
+                self.dismiss([node], "no seat is moved any more")
+                del seats.by_node[node]
+            for route in list(self.standbys.spares) if not ours.orders else ():
+                self._part(route, "no seat is moved any more")
+
+    def _hand_over(self, server: Seat, now: float) -> None:
+        """Give a seat to its standby, which has all, and tell its holder to stop."""
+        server.lose("another process has its seat", now)
+        self._meet(now)  # a cut that is being made ends here: the standby has no image of it
+        routes = list(server.links)
+        standby = self.standbys.promote(server, now, moves=True)
+        assert standby is not None
+        who = f"{standby.host}:{standby.pid}"
+        for route in routes:
+            self.send(route, Stop(EXIT_DONE, f"{server.node} is at {who} from now on"))
+        took_s = self.standbys.moves.moved[-1].took_s
+        text = f"{server.node} has moved from {server.host}:{server.pid} to {who} in {took_s:.1f} s"
+        self.note("info", text, member=str(server.node), state="moved")
+        self.counts.add("kvps_moves_total")
+
+    def _tell_of(self, order: Order, error: KvpsError | None) -> None:
+        """Answer the members and operators that have asked for seats to be moved."""
+        if error is not None:
+            self.note("warning", f"{order.what}: {error}")
+        for route, seq, *_ in order.waiters:
+            self.send(route, Done(seq) if error is None else Error(seq, error.code, str(error)))
+
     def _assign(self, now: float) -> bool:
         """Give spares the empty seats of standbys, while the job runs; return whether one was given."""
         given = self.standbys.assign(now) if self.phase is Phase.RUNNING else []
@@ -236,7 +329,7 @@ class Job:
             for seat in self.seats.by_node.values()
             if seat.node.role == hello.role and hello.rank in (None, seat.node.rank)
         ]
-        is_server = bool(self.settings.replicas and self.formed and hello.role == Role.SERVER and wanted)
+        is_server = bool(self.standbys.is_on and self.formed and hello.role == Role.SERVER and wanted)
         return is_server and all(seat.links and not seat.is_free_for(hello) for seat in wanted)
 
     def offer(self, route: Route, hello: Hello, now: float) -> None:
@@ -245,7 +338,10 @@ class Job:
         Raises:
             ConfigError: if it cannot be one in this job.
         """
-        if not self.settings.replicas:
+        if (hello.host, hello.pid) in (*self.standbys.moves.leaving, *self.standbys.moves.parted):
+            self.send(route, Stop(EXIT_DONE, "its process is drained"))
+            return
+        if not self.standbys.is_on:
             raise ConfigError(
                 "the servers of this job have no standbys: start kvps-scheduler with --replicas 1"
             )
@@ -260,7 +356,7 @@ class Job:
         """A connection broke; if it was the last one of a server or standby, ask whether that has ended."""
         seat = self.seats.routes.get(route)
         self.seats.drop(route, now)
-        if self.settings.replicas:
+        if self.standbys.is_on:
             self.standbys.withdraw(route)
             if seat is not None and seat.dropped_at == now and seat.node.role is not Role.WORKER:
                 self._look_into(seat, is_silent=False)
@@ -288,24 +384,33 @@ class Job:
         """A standby says how its copy stands, or a server that it cannot go on with its standby."""
         before, rank = seat.standing.reason, seat.node.rank
         has_changed = self.standbys.hear(seat, standing)
-        if seat.node.role is Role.SERVER and not standing.dismiss and standing.reason not in ("", before):
+        is_new = standing.reason not in ("", before) and not standing.dismiss
+        if is_new and seat.node.role is Role.SERVER and self.settings.replicas:
             self.note(
                 "warning",
                 f"no standby can take the place of server {rank}: {standing.reason}; a loss of server {rank} "
                 "ends as without --replicas",
             )
-        if not has_changed:
-            return
-        if seat.node.role is Role.STANDBY:
+        if has_changed and seat.node.role is Role.STANDBY:
             how = "is level: 2 of 2 copies" if seat.is_level else "is not level any more: 1 of 2 copies"
             self.note("info", f"the standby of server {rank} ({seat.host}:{seat.pid}) {how}")
             # Whether their hosts answer is known only if they did.
-            for known in (seat, self.standbys.server_of(seat)):
+            for known in (seat, self.standbys.server_of(seat)) if self.settings.replicas else ():
                 self._look_into(known, is_silent=True)
-        else:
+        elif has_changed:
             self.standbys.defer(rank, now)
             self.dismiss([Node(Role.STANDBY, rank)], standing.reason)
-        self.apply_changes(now)
+        if (is_new and self._give_up(seat, standing.reason)) or has_changed:
+            self.apply_changes(now)
+
+    def _give_up(self, seat: Seat, reason: str) -> bool:
+        """A server cannot be copied, or this process cannot hold it; return whether its seat was to move."""
+        rank = seat.node.rank
+        given_up = self.standbys.moves.give_up(rank)
+        for order in given_up:
+            text = f"the seat of server {rank} cannot be handed over: {reason}. The job goes on as before"
+            self._tell_of(order, ConfigError(text))
+        return bool(given_up)
 
     def dismiss(self, nodes: Sequence[Node], reason: str) -> None:
         """Let standbys go: their processes are told to stop, and others may get their seats."""
@@ -351,11 +456,13 @@ class Job:
             self.seats.excuse(now)
         for seat in self.seats.silent(now) if self.settings.replicas else ():
             self._look_into(seat, is_silent=True)
+        for order, why in (late := self.standbys.moves.overdue(now)):
+            self._tell_of(order, Timeout(f"{order.what}: {why}. The job goes on as before"))
         lost = self.seats.expire(now)
         for seat in lost:
             self._tell_lost(seat, now)
         is_time = self.standbys.due is not None and now >= self.standbys.due
-        if lost or is_time or self.assess(now)[0] is not self.phase:
+        if lost or late or is_time or self.assess(now)[0] is not self.phase:
             self.apply_changes(now)
         if self._patience_until is not None and now >= self._patience_until:
             code = EXIT_TEMPORARY if self.phase is Phase.FORMING else EXIT_LOST
@@ -497,7 +604,7 @@ class Job:
         view_at = self._pace.free_at if self.is_untold else None
         times = (
             *(self.seats.due(self.formed), self._patience_until, view_at),
-            *(self.checkpoints.due, self.standbys.due),
+            *(self.checkpoints.due, self.standbys.due, self.standbys.moves.due),
         )
         if self.stop is None:
             due = min((time for time in times if time is not None), default=None)
@@ -591,6 +698,7 @@ class Job:
             self.since,
             self.checkpoints.kept,
             self.seats.data_keys(),
+            self.seats.lines(),
         )
 
     def welcome(self, seat: Seat, places: dict[int, Place] | None = None) -> Welcome:
@@ -693,6 +801,8 @@ class Job:
         job.counts.now = now
         job.number, job.formed, job.seats = former.number, former.formed, former.seats
         job.standbys = Standbys(job.seats)
+        if not settings.replicas and job.standbys.is_on:
+            job.standbys.due = now  # nobody has asked this life for a move
         job.rendezvous = former.rendezvous
         job.barriers.restore(former.passed, former.resumed)
         begun, kept, epoch, is_returning, job.since = former.cuts

@@ -110,10 +110,17 @@ class Membership:
 
     def give(self, standby: Seat, node: Node) -> None:
         """Give the seat of a lost server to the holder of its standby's, with all its connections."""
+        former = self.by_node[node]
+        line = former.line or former.incarnation
         self.vacate(node)
         self.by_node[standby.node] = Seat(standby.node)
-        standby.node, standby.is_level = node, False
+        standby.node, standby.is_level, standby.line = node, False, line
         self.by_node[node] = standby
+
+    def want_standby(self, rank: int) -> None:
+        """Let a server have a standby in a job without copies."""
+        node = Node(Role.STANDBY, rank)
+        self.by_node[node] = self._empty(node)
 
     def vacate(self, node: Node) -> None:
         """Empty a seat; its holder is fenced from then on."""
@@ -381,6 +388,14 @@ class Membership:
         """Return the public key of every seat as a view shows it; nothing in a job without keys."""
         keys = tuple([seat.data_key for seat in self.by_node.values()])
         return keys if any(keys) else ()
+
+    def lines(self) -> dict[str, int]:
+        """Return the first incarnation of each server's line, by rank, unless that is the present one."""
+        return {
+            str(seat.node.rank): seat.line
+            for seat in self.by_node.values()
+            if seat.line and seat.node.role is Role.SERVER
+        }
 
     def members(self, now: float) -> tuple[Member, ...]:
         """Return every seat as a view shows it."""

@@ -78,14 +78,14 @@ class RendezvousTable:
         return RendezvousIs(seq, *present, present.state == request.state)
 
 
-FORMAT = 8
+FORMAT = 9
 _NAMES = (
     *("incarnation", "host", "pid", "endpoint", "master", "machine"),
     *("is_guarded", "is_replacement", "has_said_so", "has_begun", "is_level", "is_added", "has_entered"),
-    "reason",
+    *("reason", "line"),
 )
 """Fields of a seat that outlive the process."""
-_TYPES = (int, str, int, str, str, int, *[bool] * 7, str, str, str)
+_TYPES = (int, str, int, str, str, int, *[bool] * 7, str, int, str, str)
 """The types of these fields, and of the two keys of the seat."""
 
 
@@ -163,6 +163,8 @@ def load(state: bytes, settings: Settings, now: float) -> SavedState:
         seats.issued = issued
         for role, rank, state_name, *fields in rows:
             _demand(fields, _TYPES)
+            if role == Role.STANDBY and not settings.replicas:
+                seats.want_standby(rank)  # the seat of that server was being moved
             seat = seats.by_node[Node(Role(role), rank)]
             seat.state, seat.heard_at, seat.lost_at = State(state_name), now, now
             seat.is_welcomed = True  # one that was not says HELLO until it is

@@ -19,6 +19,7 @@ A beat costs O(1); a change of a seat, and each :meth:`Scheduler.on_timer`, O(me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,7 @@ from kvps.core.effects import CoreOutbox, Route
 from kvps.core.membership_client import BeatFigures
 from kvps.core.scheduler.barriers import Waiter
 from kvps.core.scheduler.figures.measurements import printable
-from kvps.core.scheduler.figures.status import copies, figures, promotions, sights, waits
+from kvps.core.scheduler.figures.status import copies, figures, moves, promotions, sights, waits
 from kvps.core.scheduler.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
 from kvps.core.scheduler.phase import Phase
 from kvps.core.scheduler.rate_limits import RateLimit
@@ -51,7 +52,7 @@ NOBODY = bytes(16)
 """The job in the envelope of a process that does not know it yet."""
 FROM_ANYBODY = (
     *(p.Enrol, p.Hello, p.Look, p.Ping, p.Evict, p.Rendezvous, p.Leave, p.Error, p.Trace, p.Fetch),
-    p.Where,
+    *(p.Where, p.Drain, p.Scale),
 )
 """Messages that need not come from the holder of a seat; a LEAVE may belong to an earlier job."""
 LOOKS_WITHIN_S = 1.0
@@ -132,6 +133,10 @@ class Scheduler:
                 case p.Where():
                     if self._wheres.is_within(now):
                         self.job.send(route, self._servers(envelope.seq, now))
+                case p.Drain():
+                    self._on_drain(route, envelope, message, now)
+                case p.Scale():
+                    self.job.scale(message.servers, Waiter(route, envelope.seq), _within(message), now)
                 case p.Rendezvous():
                     self._on_rendezvous(route, envelope.seq, message)
                 case p.Enrol():
@@ -438,6 +443,27 @@ class Scheduler:
         self.job.apply_changes(now)
         self.job.send(route, p.Done(seq))
 
+    def _on_drain(self, route: Route, envelope: Envelope, drain: p.Drain, now: float) -> None:
+        """A process of servers is to hand its seats to others: the operator wants that, or it does itself."""
+        if envelope.incarnation:
+            seat = self._recognise(route, envelope, now)
+            if seat.node.role is Role.WORKER:
+                raise ProtocolError(f"{seat.node} sent Drain; only servers and operators may")
+            self.job.send(route, p.Beat(0, "its seats are handed over"))
+        else:
+            found = self.job.seats.by_node.get(Node(Role.SERVER, drain.rank))
+            if found is None or found.state is not State.HELD:
+                count = self.job.settings.servers
+                how = (
+                    f"is {found.state.value}"
+                    if found
+                    else f"is none of the {count} of this job, 0 to {count - 1}"
+                )
+                raise ConfigError(f"server {drain.rank} {how}: there is no seat to hand over")
+            seat = found
+        waiter = Waiter(route, envelope.seq)
+        self.job.drain(seat, waiter, _within(drain), now, by_itself=bool(envelope.incarnation))
+
     def _on_rendezvous(self, route: Route, seq: int, request: p.Rendezvous) -> None:
         before = self.job.rendezvous.issued
         self.job.send(route, self.job.rendezvous.answer(seq, request))
@@ -541,6 +567,7 @@ class Scheduler:
             waits(seats, job.barriers, rounds, now),
             copies(job.standbys),
             promotions(job.standbys, now),
+            moves(job.standbys, now),
         )
 
     def _examine(self, envelope: Envelope, hello: p.Hello) -> None:
@@ -624,3 +651,14 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants."""
         self.job.check()
+
+
+def _within(order: p.Drain | p.Scale) -> float:
+    """Return the time that an order may take.
+
+    Raises:
+        ConfigError: if that is none.
+    """
+    if not (math.isfinite(order.within_s) and order.within_s > 0):
+        raise ConfigError(f"a time limit of {order.within_s} s is not possible: it must be above 0")
+    return order.within_s

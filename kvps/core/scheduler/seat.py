@@ -108,6 +108,11 @@ class Settings:
         return self.most_workers or self.workers
 
     @property
+    def advice(self) -> str:
+        """The way to more servers than the job has seats for."""
+        return "To have more, start the job with --servers, or kvps-launch with -s, of that number"
+
+    @property
     def workers_range(self) -> str:
         """The number of workers as ``--workers`` has it."""
         return range_of(self.workers, self.most_workers)
@@ -213,6 +218,8 @@ class Seat:
     figures: BeatFigures = field(default_factory=BeatFigures)
     """From its newest BEAT."""
     links: dict[Route, SeatLink] = field(default_factory=dict)
+    line: int = 0
+    """Where it was given all that its predecessors held, the incarnation of the first of them."""
     is_level: bool = False
     """A standby may take its server's seat."""
     standing: Standing = field(default_factory=Standing)
@@ -222,6 +229,11 @@ class Seat:
     def speaker(self) -> Node:
         """The node in the envelopes of its holder: a standby speaks as the server whose seat it may get."""
         return Node(Role.SERVER, self.node.rank) if self.node.role is Role.STANDBY else self.node
+
+    @property
+    def process(self) -> tuple[str, int]:
+        """The host and process id of its holder, which the parts of one process share."""
+        return self.host, self.pid
 
     @property
     def is_taken(self) -> bool:
@@ -305,6 +317,7 @@ class Seat:
         self.is_guarded = hello.guardian and self.node.role is Role.WORKER
         self.is_welcomed = self.has_said_so = self.is_replacement = self.has_begun = False
         self.is_added = self.has_entered = False
+        self.line = 0
         self.heard_at, self.dropped_at, self.reason = now, None, ""
         self.begin_script(now)
         self.has_script = False

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from kvps.core.effects import Route
 from kvps.core.scheduler.membership import Membership
+from kvps.core.scheduler.moves import Moves
 from kvps.core.scheduler.seat import SEATS_MAX, Seat, State, shortened
 from kvps.errors import ConfigError
 from kvps.protocol.envelope import Node, Role
@@ -72,6 +73,7 @@ class Standbys:
 
     def __init__(self, seats: Membership) -> None:
         self.seats = seats
+        self.moves = Moves(seats)
         self.spares: dict[Route, Spare] = {}
         """By route, in the order in which they came."""
         self.promotions: deque[Promoted] = deque(maxlen=PROMOTIONS_MAX)
@@ -83,6 +85,11 @@ class Standbys:
         """The incarnations of lost servers whose standby could not take their seat, as was said."""
         self._not_before: dict[int, float] = {}
         """By rank of a server whose standby it has dismissed: when it gets another."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether servers have standbys: in a job with copies, or while a seat is moved."""
+        return bool(self.seats.settings.replicas or self.moves.orders or any(self.all()))
 
     # --- spares -----------------------------------------------------------------------------
 
@@ -109,20 +116,23 @@ class Standbys:
 
     # --- losses -----------------------------------------------------------------------------
 
-    def promote(self, seat: Seat, now: float) -> Seat | None:
-        """Give the seat of a lost server to its standby; None where the standby is not level, or absent."""
-        own = Node(Role.STANDBY, seat.node.rank)
-        standby = self.seats.by_node[own]
-        if standby.state is not State.HELD or not standby.is_level:
+    def promote(self, seat: Seat, now: float, *, moves: bool = False) -> Seat | None:
+        """Give the seat of a lost server, or of one that ``moves``, to its standby; None where that is not
+        level, or absent."""
+        standby = self.of(seat)
+        if standby is None or standby.state is not State.HELD or not standby.is_level:
             return None
         self.seats.give(standby, seat.node)
-        who = f"{standby.host}:{standby.pid}"
-        self.promotions.append(Promoted(now, seat.node.rank, standby.incarnation, who))
+        self.moves.settle(standby, now, moves=moves)
+        if not moves:
+            who = f"{standby.host}:{standby.pid}"
+            self.promotions.append(Promoted(now, seat.node.rank, standby.incarnation, who))
         return standby
 
     def fallen(self) -> list[Seat]:
         """Return the servers that are lost."""
-        return [seat for seat in self._servers() if seat.state in (State.LOST, State.GONE)]
+        lost = [seat for seat in self._servers() if seat.state in (State.LOST, State.GONE)]
+        return [seat for seat in lost if Node(Role.STANDBY, seat.node.rank) in self.seats.by_node]
 
     def clear_lost(self) -> list[Seat]:
         """Empty the seats of standbys that are lost; return what they were."""
@@ -132,6 +142,32 @@ class Standbys:
         """Empty the seat of a standby, whose process is fenced from then on; return what it was."""
         self.seats.vacate(seat.node)
         return seat
+
+    # --- seats that move --------------------------------------------------------------------
+
+    def of(self, server: Seat) -> Seat | None:
+        """Return the seat of a server's standby; None if it has none."""
+        return self.seats.by_node.get(Node(Role.STANDBY, server.node.rank))
+
+    def ready_to_move(self) -> Seat | None:
+        """Return a server that is to be moved, and whose standby is level in a process that may hold it."""
+        for server in self.moves.seats_to_move():
+            copy = self.of(server)
+            if copy is not None and copy.is_level and self.moves.may_take(copy.process, server):
+                return server
+        return None
+
+    def misplaced(self, moving: list[Seat]) -> list[Node]:
+        """Return the standbys that are in a way: they lie in a process that is drained, or that is to hold no
+        more seats while another waits for one."""
+        leaving, found = self.moves.leaving, []
+        for copy in self.all():
+            server, is_held = self.server_of(copy), copy.state is State.HELD
+            is_barred = server in moving and not self.moves.may_take(copy.process, server)
+            waits = any(self._may_follow(spare, server) for spare in self.spares.values())
+            if is_held and (copy.process in leaving or (is_barred and waits)):
+                found.append(copy.node)
+        return found
 
     # --- seats for spares -------------------------------------------------------------------
 
@@ -170,11 +206,11 @@ class Standbys:
 
     def _needs(self, server: Seat) -> bool:
         """Whether a server is here, and its standby is not."""
-        standby = self.seats.by_node[Node(Role.STANDBY, server.node.rank)]
-        return server.state is State.HELD and standby.state is State.EMPTY
+        standby = self.of(server)
+        return standby is not None and server.state is State.HELD and standby.state is State.EMPTY
 
     def _may_follow(self, spare: Spare, server: Seat) -> bool:
-        is_other = spare.process != (server.host, server.pid)
+        is_other = spare.process != server.process and self.moves.may_take(spare.process, server)
         return is_other and server.software in ("", spare.hello.software)
 
     def _cost(self, process: tuple[str, int], server: Seat) -> tuple[bool, int, int]:
@@ -182,7 +218,7 @@ class Standbys:
         held = [
             seat
             for seat in (*self._servers(), *self.all())
-            if seat.state is State.HELD and (seat.host, seat.pid) == process
+            if seat.state is State.HELD and seat.process == process
         ]
         count = self.seats.settings.servers
         ranks = [(seat.node.rank - server.node.rank - 1) % count for seat in held]
@@ -191,18 +227,18 @@ class Standbys:
     def _may_come(self, server: Seat, cost: tuple[bool, int, int]) -> bool:
         """Whether a spare of a process that has none yet would be better by host or by number of seats."""
         waiting = {spare.process for spare in self.spares.values()}
-        others = {(seat.host, seat.pid) for seat in self._servers() if seat.state is State.HELD} - waiting
-        others.discard((server.host, server.pid))
+        others = {*self.moves.holders()} - waiting - {server.process}
+        others = {process for process in others if self.moves.may_take(process, server)}
         return any(self._cost(process, server) < cost for process in others)
 
     # --- what is told -----------------------------------------------------------------------
 
     def hear(self, seat: Seat, standing: Standing) -> bool:
         """Take in the word of a standby, or of a server about it; return whether that changes the view."""
-        standby = self.seats.by_node[Node(Role.STANDBY, seat.node.rank)]
+        standby = self.of(seat)
         if seat.node.role is Role.SERVER:
             seat.standing = standing
-            return bool(standing.dismiss) and standing.dismiss == standby.incarnation
+            return standby is not None and 0 != standing.dismiss == standby.incarnation
         was_level, seat.is_level = seat.is_level, standing.level
         seat.standing = standing
         return seat.is_level != was_level

@@ -27,7 +27,7 @@ class ViewHistory:
     def note(self, view: View) -> None:
         """Take in a view that is newer than all before."""
         shown = [(_timeless(member), key) for member, key in _rows(view)]
-        if len(shown) != len(self._shown):
+        if [row[:2] for row, _ in shown] != [row[:2] for row, _ in self._shown]:  # other seats
             self._first, self._changed_in = view.number, [view.number] * len(shown)
         else:
             for at, (row, before) in enumerate(zip(shown, self._shown, strict=True)):
@@ -55,6 +55,7 @@ class ViewHistory:
             view.since,
             view.cut,
             tuple([key for _, key in rows]) if view.keys else (),
+            view.lines,
         )
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvps import protocol as p
-from kvps.core.effects import Connect, Core, CoreOutbox, Effect, Exit, Note, Route, Send, Trust
+from kvps.core.effects import Connect, Core, CoreOutbox, Effect, Exit, Finish, Note, Route, Send, Trust
 from kvps.core.embedding.tiered import Tier
 from kvps.core.limits import Limits
 from kvps.core.membership_client import SCHEDULER, STILL_S, Identity, MembershipClient, check_protocol
@@ -36,6 +36,7 @@ from kvps.core.server.ingest import Ingest
 from kvps.core.server.measured import TELL_MAX, measure, of_beat, old_round
 from kvps.core.server.meter import Meter
 from kvps.core.server.publications import Publications
+from kvps.core.server.replicas.handover import Handover
 from kvps.core.server.replicas.primary import Replicator
 from kvps.core.server.replicas.standby import Follower
 from kvps.core.server.round_logs import StragglerLog
@@ -56,6 +57,11 @@ FREE = frozenset(("left", "vacant"))
 """The states of seats that a worker may be added to."""
 ANSWERS = frozenset((p.Welcome, p.Error))
 """The messages of other servers that answer one of ours."""
+WANTED, STAYS = 7, 8
+"""The tickets that tell that a spare is wanted, as a seat is moved; and why, which is the value, this process
+keeps its seats."""
+SILENT_S = 2.5
+"""The silence of the scheduler after which a server that is to end waits for nobody to take its seat."""
 EXIT_TORN = 1
 """Exit code of a server that failed in the middle of an update."""
 SILENCES_MAX = 5
@@ -125,6 +131,8 @@ class Server(Core):
         """It has taken the seat that it followed, with all that was there."""
         self._restoring: deque[Iterator[None]] = deque()
         """Restorations that have begun: another item, another block is restored."""
+        self._retires = ""
+        """Why this process hands its seats to others; empty if it does not."""
         self._make_parts(0, 1, 0, {})
         self._endpoints: dict[int, tuple[str, int]] = {}
         """Server rank -> (endpoint, incarnation) that this server is connected to."""
@@ -229,6 +237,15 @@ class Server(Core):
             self._outbox.append(Note("warning", f"{self.context.me} {news}"))
         self._flush()
 
+    def retire(self, reason: str, within_s: float, now: float) -> None:
+        """The operator ends this process: it asks to hand its seats to others before."""
+        self._retires = reason
+        if self.member.welcome is None:
+            self._outbox.append(Exit(0, reason))
+        else:
+            self.member.drain_within(within_s)
+        self._flush()
+
     def leave(self, reason: str, now: float) -> None:
         """The operator ends this server."""
         self.member.leave(True, 0, True, reason)
@@ -254,6 +271,8 @@ class Server(Core):
             self.rules.report(is_due=True)
         if now >= self.publications.settle_at:
             self.publications.settle()
+        if self._retires and self.member.silent_for(now) > SILENT_S:
+            self._outbox.append(Finish(STAYS, "the scheduler does not answer"))
         if self._replicator is not None:
             self._replicator.note_all()
             self._replicator.on_timer(now)
@@ -315,6 +334,8 @@ class Server(Core):
 
     def _on_scheduler(self, packet: Packet, now: float) -> None:
         before, job, welcome = self.member.number, self.member.job, self.member.welcome
+        if self._retires and isinstance(packet.message, p.Error):
+            self._outbox.append(Finish(STAYS, packet.message.text))
         if isinstance(packet.message, (*ORDERS, p.Measure)) and welcome is not None:
             self.member.heard_at = now
             if packet.envelope.job == job:
@@ -420,19 +441,9 @@ class Server(Core):
             self._outbox.append(Trust(names))
         if self._follower is not None and not self._take_seat(self._follower, view):
             return
-        if self._replicator is not None and self._has_seat(view):
-            self._replicator.learn(
-                next(
-                    (
-                        member.incarnation
-                        for member in view.members
-                        if (member.role, member.rank) == (Role.STANDBY, self.member.rank)
-                        and member.state in ("held", "level")
-                    ),
-                    0,
-                )
-            )
-            self._replicator.note_all()
+        standbys = [member for member in view.members if member.role == Role.STANDBY]
+        if (standbys or self._replicator is not None) and self._has_seat(view):
+            self._learn_standby(standbys)
         for member in view.members:
             if member.role == Role.WORKER:
                 if self._replicator is not None and 0 < self.context.life(member.rank) < member.incarnation:
@@ -457,6 +468,40 @@ class Server(Core):
                 self._on_hello(route, envelope, message)
             except KvpsError as error:
                 self._refuse(route, envelope, error)
+
+    def _learn_standby(self, standbys: list[p.Member]) -> None:
+        """A view names the standbys of some servers, or of all in a job with copies."""
+        own = [each for each in standbys if each.rank == self.member.rank]
+        mine = [each for each in own if each.state in ("held", "level")]
+        is_moving = not self.member.seat.replicas
+        if is_moving and any(each.state == "empty" for each in standbys) and not self._retires:
+            self._outbox.append(Finish(WANTED))
+        if is_moving and mine and self._replicator is None:
+            self._replicator = mover = Handover(self.member, self._outbox)
+            self._on_worker = self._unless_left(mover, self._on_worker)  # type: ignore[assignment, method-assign]
+            self.member.standing = mover.standing
+            mover.attach(self.context, self.control, self.rules)
+            self.rules.recompose()
+        if self._replicator is not None:
+            self._replicator.learn(mine[0].incarnation if mine else 0)
+            self._replicator.note_all()
+        if is_moving and not mine and self._replicator is not None:
+            self._replicator.detach()
+            self._replicator = self.member.standing = None
+            del self._on_worker
+            self.rules.recompose()
+
+    @staticmethod
+    def _unless_left(
+        mover: Handover, serve: Callable[[Route, Packet, float], None]
+    ) -> Callable[[Route, Packet, float], None]:
+        """Return what carries a worker's request out, unless it is left to the next holder of the seat."""
+
+        def on_worker(route: Route, packet: Packet, now: float) -> None:
+            if isinstance(packet.message, p.Hello | p.Pong) or not mover.leaves(packet.message, now):
+                serve(route, packet, now)
+
+        return on_worker
 
     def _has_seat(self, view: p.View) -> bool:
         """Return whether a view names this server for its seat."""
@@ -484,9 +529,12 @@ class Server(Core):
             )
             return False
         self._follower, self._was_promoted = None, True
-        self._replicate()
-        assert self._replicator is not None
-        self._replicator.attach(self.context, self.control, self.rules)
+        if self.member.seat.replicas:
+            self._replicate()
+            assert self._replicator is not None
+            self._replicator.attach(self.context, self.control, self.rules)
+        else:
+            self.member.standing = None
         self.rules.recompose()
         self._outbox.append(Note("info", f"this standby is {self.context.me} from now on"))
         return True

@@ -26,6 +26,7 @@ import torch
 
 from kvps.core.worker.plan import HERE
 from kvps.protocol.envelope import Message, Packet
+from kvps.protocol.membership import Member
 from kvps.tensors import PRIVATE, Memory
 
 UPLINK_BYTES = 3 << 20
@@ -197,6 +198,10 @@ class Connection:
         self._uplink.links.append(self)
         self.endpoint = endpoint
         self.incarnation = incarnation
+        self.lineage = 0
+        """The line of its peer, as a view has it: the next of this line holds all that this one held."""
+        self.has_moved = False
+        """Such an incarnation has the seat now, and has not answered HELLO yet."""
         self.ready = False
         """The peer has answered HELLO."""
         self.refusal = ""
@@ -218,6 +223,14 @@ class Connection:
         """Seconds for which some payload was away, without the time since the next."""
         self.sending_since: float | None = None
         """Since when some payload is away; None if none is."""
+
+    def is_of_line(self, line: int) -> bool:
+        """Whether a server of this line holds all that the one held that this connection is to."""
+        return line == (self.lineage or self.incarnation)
+
+    def follow(self, server: Member, line: int) -> None:
+        """Be a connection to this server."""
+        self.incarnation, self.endpoint, self.lineage = server.incarnation, server.endpoint, line
 
     def queue(self, request: Request) -> None:
         """Put ``request`` in line."""

@@ -75,12 +75,13 @@ class ServerReturns:
         self._unsent: dict[int, list[Request]] = {}
         """Server -> requests that it is sent afterwards."""
 
-    def leave(self, link: Connection, new: Member) -> None:
+    def leave(self, link: Connection, new: Member, line: int) -> None:
         """Address another server by ``link`` from now on, once it has welcomed this worker."""
         self._unsent.setdefault(new.rank, []).extend(link.abandon())
         self._telling.pop(new.rank, None)
         link.ready, link.refusal, link.is_returning = False, "", True
-        link.incarnation, link.endpoint = new.incarnation, new.endpoint
+        link.has_moved = link.is_of_line(line)
+        link.follow(new, line)
 
     def forsake(self, new: Member, pending: Iterable[PendingCall]) -> list[PendingCall]:
         """The server whose place ``new`` has taken is lost, with all that it held.

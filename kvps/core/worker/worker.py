@@ -454,18 +454,20 @@ class Worker(Core):
                         self._memory,
                         self.table.uplink,
                     )
+                    link.lineage = view.lines.get(str(member.rank), 0)
                     self._servers[link.route] = link
                     self.outbox.append(self._connect(link, member))
                     self.member.greet(link.route)
         if self._complete:
             if view.epoch != self._resyncing.epoch:
                 self._begin_epoch(view, now)
-            elif (
-                not self.stores
-                or self.table.kept is not None
-                or any(store.kept is not None for store in self.stores.values())
-            ):
-                self._follow(view, now)
+            else:
+                follows_all = (
+                    not self.stores
+                    or self.table.kept is not None
+                    or any(store.kept is not None for store in self.stores.values())
+                )
+                self._follow(view, now, follows_all=follows_all)
             neighbours.learn(view.members)
             self.table.uplink.sharers = neighbours.count
         lives = {rank: link.incarnation for rank, link in enumerate(self.table.links)}
@@ -477,16 +479,17 @@ class Worker(Core):
         self.table.take_what_lags(now)
         self.table.flow(now)
 
-    def _follow(self, view: p.View, now: float) -> None:
-        """Speak to the servers that have taken another's place."""
+    def _follow(self, view: p.View, now: float, *, follows_all: bool) -> None:
+        """Speak to the servers that have taken another's place, or only to those that hold what that held."""
         for member in view.members:
             if member.role != Role.SERVER or member.state != "held":
                 continue
             link = self.table.links[member.rank]
-            if link.incarnation == member.incarnation:
+            line = view.lines.get(str(member.rank), 0)
+            if link.incarnation == member.incarnation or not (follows_all or link.is_of_line(line)):
                 continue
-            self._returns.leave(link, member)
-            if self.table.kept is None:
+            self._returns.leave(link, member, line)
+            if self.table.kept is None and not link.has_moved:
                 self._forsake(member, now)
             self.outbox.append(self._connect(link, member))
             self.table.greet_again(now)
@@ -502,8 +505,9 @@ class Worker(Core):
     def _tell_returned(self, link: Connection, is_promoted: bool, now: float) -> None:
         """Tell a server in another's place what this worker holds; then send what waits for it."""
         server = self.table.links.index(link)
-        if self.table.kept is not None and is_promoted:
-            self._returns.go_on(server, link, self.table.kept.take(server))
+        if is_promoted and (self.table.kept is not None or link.has_moved):
+            kept = () if self.table.kept is None else self.table.kept.take(server)
+            self._returns.go_on(server, link, kept)
             return
         if self.table.kept is not None and not self._returns.is_told(server):
             view = self.member.view
@@ -593,7 +597,7 @@ class Worker(Core):
                 link.abandon()
                 link.ready, link.refusal, link.is_returning = False, "", False
                 if link.incarnation != member.incarnation and member.state == "held":
-                    link.incarnation, link.endpoint = member.incarnation, member.endpoint
+                    link.follow(member, view.lines.get(str(member.rank), 0))
                     self.outbox.append(self._connect(link, member))
                 self.member.greet(link.route)
         self._closed.begin_epoch(len(self.table.links), now)

@@ -13,7 +13,7 @@ from kvps.core.scheduler.barriers import Barriers
 from kvps.core.scheduler.seat import Seat, State
 from kvps.core.scheduler.standbys import Standbys
 from kvps.protocol.envelope import Node, Role
-from kvps.protocol.membership import Copy, Figures, Measured, OldRound, Promotion, Sight, Wait
+from kvps.protocol.membership import Copy, Figures, Measured, Move, OldRound, Promotion, Sight, Wait
 
 TOLD_MAX_S = 12.0
 """How long what a server told is shown; it tells again every few seconds."""
@@ -105,6 +105,7 @@ def waits(
 
 def copies(standbys: Standbys) -> tuple[Copy, ...]:
     """Return how the copy of each server stands; nothing in a job without copies."""
+    own = standbys.all() if standbys.seats.settings.replicas else ()
     return tuple(
         [
             Copy(
@@ -115,7 +116,7 @@ def copies(standbys: Standbys) -> tuple[Copy, ...]:
                 standbys.server_of(seat).standing.behind_bytes if seat.is_level else 0,
                 standbys.why_not_level(seat),
             )
-            for seat in standbys.all()
+            for seat in own
         ]
     )
 
@@ -125,6 +126,18 @@ def promotions(standbys: Standbys, now: float) -> tuple[Promotion, ...]:
     return tuple(
         [Promotion(rank, incarnation, who, now - at) for at, rank, incarnation, who in standbys.promotions]
     )
+
+
+def moves(standbys: Standbys, now: float) -> tuple[Move, ...]:
+    """Return the newest moves of seats, and those under way."""
+    ours, copies = standbys.moves, {seat.node.rank: seat for seat in standbys.all() if seat.pid}
+    over = [Move(rank, who, now - at, took_s, True) for at, rank, who, took_s in ours.moved]
+    return *over, *[
+        Move(
+            rank, f"{copies[rank].host}:{copies[rank].pid}" if rank in copies else "", now - since, 0.0, False
+        )
+        for rank, since in ours.begun.items()
+    ]
 
 
 _ORDER = {Role.WORKER: 0, Role.SERVER: 1, Role.STANDBY: 2}

@@ -121,6 +121,13 @@ class Replicator:
         if self._route is not None:
             self._begin()
 
+    def detach(self) -> None:
+        """Copy nothing any more, and hold nothing back."""
+        self.learn(0)
+        self.seal()
+        self._context.outbox = self._outbox
+        self._rules.watch = None
+
     def append(self, effect: Effect) -> None:
         """Take an effect of a part: an answer to a worker may have to wait."""
         if type(effect) is Send and type(effect.to) is bytes:
@@ -367,9 +374,13 @@ class Replicator:
         if self.reason:
             if self.is_level:
                 self._dismiss()
-        elif not self.is_level and not self._is_dirty:
+        elif not self.is_level and not self._is_dirty and self._is_calm():
             self._say(p.CopyLevel())
             self.is_level = True
+
+    def _is_calm(self) -> bool:
+        """Whether the copy may become level now."""
+        return True
 
     def _copy_settings(self) -> None:
         """Send which stores there are, and their settings."""

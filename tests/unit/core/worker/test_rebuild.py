@@ -85,13 +85,13 @@ def test_a_server_that_is_lost_again_is_told_anew() -> None:
     waiting = Request(0, Tell("kv", 0, "", False, ()))
     waiting.dropped = True
     link.outstanding[1] = waiting
-    returns.leave(link, member(2))
+    returns.leave(link, member(2), 0)
     assert returns.forsake(member(2), []) == []
     (call,) = returns.begin(0, [])
     assert returns.begin(0, []) == [], "a second WELCOME changes nothing"
     operation = call.run(store, [])
     telling = PendingCall(-1, call, operation, [], 9.0)
-    returns.leave(link, member(3))
+    returns.leave(link, member(3), 0)
     assert returns.forsake(member(3), [telling]) == [telling]
     assert returns.begin(0, []) == [call]
     returns.end(0, "kv")

@@ -1,0 +1,212 @@
+"""A server hands its seat to another process, in a job without copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvps import protocol as p
+from kvps.core.effects import Exit, Finish
+from kvps.core.membership_client import Identity
+from kvps.core.server.replicas.handover import GATE_S, PATIENCE_S, PAUSE_S, Handover
+from kvps.core.server.server import SILENT_S, STAYS, WANTED, Server
+from kvps.protocol.envelope import Role
+from tests.support.server_harness import heard
+from tests.unit.core.server.test_replicas import LIFE, Pair, Stage, of, push
+
+GRADIENT = torch.tensor([2.0, 0.0, 1.0])
+
+
+class Mover(Pair):
+    """A server, and the process that is to have its seat."""
+
+    def __init__(self) -> None:
+        self.primary = Stage(2, 1)
+        self.standby = Stage(2, 1, welcome={"follows": True}, life=LIFE, standby=LIFE, greeted=False)
+        self.said: list[Any] = []
+
+    def rounds(self, count: int, first: int = 0) -> None:
+        (piece,) = self.primary.pieces["w"]
+        for number in range(first, first + count):
+            for rank in range(2):
+                self.do(rank, of(rank, push(piece, number)), GRADIENT)
+
+    @property
+    def is_level(self) -> bool:
+        return bool(self.standby.standings and self.standby.standings[-1].level)
+
+
+def training(mode: str = "sync") -> tuple[Mover, p.Piece]:
+    pair = Mover()
+    pair.primary.open(mode=mode)
+    pair.primary.init("w", [1.0, 2.0, 3.0])
+    pair.primary.optimizer("sgd", lr=1.0, momentum=0.5)
+    (piece,) = pair.primary.pieces["w"]
+    if mode == "sync":
+        pair.rounds(2)
+    return pair, piece
+
+
+def finished(stage: Stage) -> list[tuple[int, object]]:
+    return [(one.ticket, one.value) for one in stage.notes if isinstance(one, Finish)]
+
+
+@pytest.mark.spec("R470")
+def test_a_seat_is_handed_over_between_two_rounds() -> None:
+    pair, piece = training()
+    one = pair.primary
+    assert one.server._replicator is None
+    assert not heard(pair.do(0, of(0, push(piece, 2)), GRADIENT), p.Pulled)
+    pair.name()
+    pair.ask()
+    pair.pump()
+    assert not pair.is_level, "round 2 is open"
+    pair.do(1, of(1, push(piece, 2)), GRADIENT)
+    pair.pump()
+    assert heard(pair.said, p.Pulled), "the standby has what it tells"
+    assert pair.is_level
+    assert pair.do(0, of(0, push(piece, 3)), GRADIENT) == []
+    assert one.span("w").pushed == {0: 3, 1: 3}, "it is left to the next holder"
+    pair.standby.pieces = one.pieces
+    assert [welcome.promoted for welcome in heard(pair.promote(), p.Welcome)] == [True, True]
+    said = [told for rank in range(2) for told in pair.standby.say(rank, of(rank, push(piece, 3)), GRADIENT)]
+    assert heard(said, p.Pulled)
+    assert pair.standby.server._replicator is None
+    assert pair.standby.server.member.standing is None
+
+
+@pytest.mark.spec("R471")
+def test_a_server_goes_on_when_nobody_takes_its_seat_any_more() -> None:
+    pair, piece = training()
+    pair.level()
+    assert pair.is_level
+    assert pair.do(0, of(0, push(piece, 2)), GRADIENT) == []
+    pair.name(0)
+    pair.rounds(1, 2)
+    assert pair.primary.span("w").version == 3
+    server = pair.primary.server
+    assert server._replicator is None
+    assert server.member.standing is None
+    assert server.context.outbox is server._outbox
+    pair.name(LIFE + 1)
+    pair.name(LIFE + 2)
+    assert server._replicator is not None
+
+
+@pytest.mark.parametrize("kind", ["dense", "rows"])
+def test_no_round_is_opened_once_that_was_waited_for_long_enough(kind: str) -> None:
+    pair, piece = training()
+    one = pair.primary
+    if kind == "rows":
+        one.declare("r", torch.ones(3), shape=(3, 1))
+        one.load("r", torch.ones(3))
+    key, first = ("w", 2) if kind == "dense" else ("r", 0)
+
+    def pushed(rank: int, number: int) -> list[Any]:
+        if kind == "dense":
+            return pair.do(rank, of(rank, push(piece, first + number)), GRADIENT)
+        message = p.PushRows("kv", "r", 1, (rank,), number, 1, 1)
+        return pair.do(rank, message, torch.tensor([1]), GRADIENT[:1])
+
+    def counts() -> tuple[int, int]:
+        counted = one.span(key).pushed
+        return counted.get(0, 0) - first, counted.get(1, 0) - first
+
+    pushed(0, 0)
+    pair.name()
+    pair.ask()
+    pair.pump()
+    one.now += PATIENCE_S / 2
+    pushed(0, 1)
+    pushed(1, 0)
+    pair.pump()
+    assert counts() == (2, 1), "rank 0 is always ahead"
+    one.now += PATIENCE_S
+    one.take(one.server.on_timer(one.now))
+    assert not pushed(0, 2)
+    assert counts() == (2, 1), "this would open a round"
+    assert heard(pair.do(0, p.Probe((99,))), p.Probed), "all else is carried out"
+    assert heard(pair.do(0, p.PushRows("kv", "unknown", 1, (0,), 0, 1, 0)), p.Error)
+    one.now += GATE_S
+    pushed(0, 2)
+    assert counts() == (3, 1), "the round waits for something that waits for this"
+    one.now += PAUSE_S
+    pushed(0, 3)
+    assert counts() == (3, 1)
+    pushed(1, 1)
+    pushed(1, 2)
+    pair.pump()
+    assert pair.is_level
+
+
+def test_a_push_to_a_table_opens_its_rounds() -> None:
+    pair, piece = training()
+    pair.name()
+    pair.ask()
+    mover = pair.primary.server._replicator
+    assert isinstance(mover, Handover)
+    part = p.TablePart(piece.chunk, 2, 1)
+    assert mover._opens_a_round(p.PushTables((0,), (), (part,)))
+    assert not mover._opens_a_round(p.PushTables((0,), (), (part._replace(number=1),)))
+    assert not mover._opens_a_round(p.PushTables((0,), (), (part._replace(chunk=99),)))
+
+
+def test_pushes_without_rounds_are_left_when_there_is_no_end_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvps.core.server.replicas.primary.WINDOW_BYTES", 4)
+    pair, piece = training("async")
+    one = pair.primary
+    pair.name()
+    pair.ask()
+    pair.pump(2)
+    number = 0
+    for _ in range(3):
+        pair.do(0, of(0, push(piece, number)), GRADIENT)
+        number += 1
+        pair.pump(2)
+    one.now += PATIENCE_S + 0.1
+    version = one.span("w").version
+    pair.do(0, of(0, push(piece, number)), GRADIENT)
+    assert one.span("w").version == version
+    pair.pump()
+    assert pair.is_level
+
+
+def test_the_process_of_another_server_is_asked_for_a_spare() -> None:
+    pair, _ = training()
+    one = pair.primary
+    listed = [p.Member(Role.STANDBY, 3, 0, "empty", "", "", 0.0, "")]
+    view = one.server.member.view
+    assert view is not None
+    one.view += 1
+    one.scheduler(p.View(one.view, "running", "", (*view.members, *listed)))
+    assert finished(one) == [(WANTED, None)]
+    one.take(one.server.retire("asked to stop", 20.0, one.now))
+    one.view += 1
+    one.scheduler(p.View(one.view, "running", "", (*view.members, *listed)))
+    assert finished(one) == [(WANTED, None)], "not of one that is to end"
+
+
+@pytest.mark.spec("R475")
+def test_a_server_that_is_to_end_asks_until_it_is_told() -> None:
+    pair, _ = training()
+    one = pair.primary
+    said = one.take(one.server.retire("asked to stop", 20.0, one.now))
+    assert heard(said, p.Drain) == [p.Drain(0, 20.0)]
+    one.now += 1.0
+    assert heard(one.take(one.server.on_timer(one.now)), p.Drain)
+    one.scheduler(p.Error(0, 3, "no other process"))
+    one.scheduler(p.Beat(0))
+    assert finished(one) == [(STAYS, "no other process")]
+    one.now += SILENT_S + 0.1
+    one.take(one.server.on_timer(one.now))
+    assert finished(one)[1:] == [(STAYS, "the scheduler does not answer")]
+
+
+def test_a_process_without_a_seat_ends_at_once() -> None:
+    server = Server(Identity(Role.SERVER, "tcp://scheduler:1", "host", 7, "kvps 0.1"), 0.0)
+    server.retire("asked to stop", 20.0, 0.0)
+    assert [effect for effect in server.outbox.take() if isinstance(effect, Exit)] == [
+        Exit(0, "asked to stop")
+    ]
