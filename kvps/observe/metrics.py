@@ -166,9 +166,23 @@ METRICS = (
     _of_server("kvps_stores", "Open stores.", kind="gauge"),
     _of_server("kvps_publications", "Publications (kv.publish).", kind="gauge"),
     _of_server("kvps_published_versions", "Versions of publications that are held.", kind="gauge"),
+    _of_server("kvps_publication_version", "Newest version, by publication.", "publication", kind="gauge"),
     _of_server(
         "kvps_publication_age_seconds",
-        "Time since the newest version of any publication became complete; 0 if there is none.",
+        "Time since the newest version became complete, by publication.",
+        "publication",
+        kind="gauge",
+    ),
+    _of_server(
+        "kvps_publication_bytes",
+        "Bytes of the versions that are held, by publication.",
+        "publication",
+        kind="gauge",
+    ),
+    _of_server(
+        "kvps_publication_readers",
+        "Readers that use a version, by version and publication.",
+        "version,publication",
         kind="gauge",
     ),
     _of_server("kvps_readers", "Readers of publications that were heard within 60 s.", kind="gauge"),
@@ -268,7 +282,7 @@ class _Families:
             names = metric.label.split(",") if metric.label else []
             samples = kind(metric.name, metric.help, labels=names)
             for label, value in sorted(_values(metric, self._sample.values).items()):
-                samples.add_metric(label.split(",") if names else [], value)
+                samples.add_metric(label.split(",", len(names) - 1) if names else [], value)
             yield samples
 
 

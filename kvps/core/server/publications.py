@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +63,8 @@ AWAY_MAX = 64
 """Messages on their way to one reader: each may keep a whole buffer."""
 ANNOUNCED_KEPT = 64
 NAMES_MAX = 16
+SHOWN_MAX = 64
+"""Publications of which there are gauges."""
 WIDTHS = (1, 2, 4, 8)
 """Bytes of an element."""
 
@@ -581,13 +584,24 @@ class Publications:
 
     def gauges(self) -> dict[tuple[str, str], float]:
         """Return the gauges of publications and readers, by metric and label."""
-        versions = [version for each in self.by_name.values() for version in each.versions.values()]
-        newest = max([version.completed_at or 0.0 for version in versions], default=0.0)
-        return {
-            ("kvps_publications", ""): len(self.by_name),
-            ("kvps_published_versions", ""): len(versions),
-            ("kvps_publication_age_seconds", ""): max(0.0, self._context.meter.now - newest)
-            if newest
-            else 0.0,
-            ("kvps_readers", ""): len(self.readers),
-        }
+        values: defaultdict[tuple[str, str], float] = defaultdict(float)
+        values["kvps_publications", ""] = len(self.by_name)
+        values["kvps_published_versions", ""] = sum([len(each.versions) for each in self.by_name.values()])
+        values["kvps_readers", ""] = len(self.readers)
+        for name, publication in islice(self.by_name.items(), SHOWN_MAX):
+            newest = publication.versions.get(publication.newest)
+            if newest is not None and newest.completed_at is not None:
+                values["kvps_publication_version", name] = publication.newest
+                values["kvps_publication_age_seconds", name] = max(
+                    0.0, self._context.meter.now - newest.completed_at
+                )
+            held = [
+                block.buffer for version in publication.versions.values() for block in version.blocks.values()
+            ]
+            values["kvps_publication_bytes", name] = sum(
+                [size for _, size in {(id(buffer), buffer.tensor.nbytes) for buffer in held}]
+            )
+            for reader in self.readers.values():
+                if name in reader.uses:
+                    values["kvps_publication_readers", f"{reader.uses[name][0]},{name}"] += 1
+        return {**values}

@@ -169,6 +169,17 @@ function drawKeys(now) {
   );
 }
 
+function drawPublications(now) {
+  $("publication-rows").replaceChildren(
+    ...each(now.publications, (one, index) => {
+      const at = `publications.${index}`;
+      const readers = Object.entries(one.readers).map(([version, count]) => `${format.count(count)} at ${version}`).join(", ");
+      return h("tr", {}, h("td", { class: "key" }, one.name), value(`${at}.version`, "count", "td", { class: "number" }),
+        value(`${at}.age_s`, "seconds", "td", { class: "number" }), value(`${at}.bytes`, "bytes", "td", { class: "number" }), h("td", {}, readers || "none"));
+    }),
+  );
+}
+
 function pairs(...rows) {
   return rows.flatMap(([name, content]) => [h("dt", {}, name), h("dd", {}, content)]);
 }
@@ -218,7 +229,7 @@ function drawEvents(now) {
     h("li", { class: one.level }, h("time", {}, clock(one.age_s)), h("span", { class: "level" }, one.level), h("span", {}, one.text))));
 }
 
-const PANELS = [drawHead, drawFindings, drawFigures, drawMembers, drawWorkers, drawServers, drawFaults, drawKeys, drawCheckpoints, drawCompression, drawStaleness, drawEvents];
+const PANELS = [drawHead, drawFindings, drawFigures, drawMembers, drawWorkers, drawServers, drawFaults, drawKeys, drawPublications, drawCheckpoints, drawCompression, drawStaleness, drawEvents];
 
 // --- charts -------------------------------------------------------------------------------------
 

@@ -277,12 +277,14 @@ def test_retained_version_stays_until_its_reader_moves_on_or_is_silent() -> None
     one.publish(4, 4.0, keep=1)
     one.now += 2
     one.take(one.server.on_timer(one.now))
-    figures = {name: value for (name, _), value in one.server.publications.gauges().items()}
-    assert figures == {
-        "kvps_publications": 1,
-        "kvps_published_versions": 2,
-        "kvps_publication_age_seconds": 2.0,
-        "kvps_readers": 2,
+    assert one.server.publications.gauges() == {
+        ("kvps_publications", ""): 1,
+        ("kvps_published_versions", ""): 2,
+        ("kvps_readers", ""): 2,
+        ("kvps_publication_version", "policy"): 4,
+        ("kvps_publication_age_seconds", "policy"): 2.0,
+        ("kvps_publication_bytes", "policy"): 8,
+        ("kvps_publication_readers", "3,policy"): 1,
     }
     one.now += LEASE_S
     one.take(one.server.on_timer(one.now))
