@@ -329,3 +329,73 @@ def test_pushes_of_tables_count_once_and_rows_ahead_are_exact_though_a_worker_is
     process = processes.kvps("launch", *flags, sys.executable, script, kind)
     assert process.wait(120.0) == 0, process
     assert "replaced at" in process.out
+
+
+LOSE_SERVER = """
+import os, pathlib, signal, sys, time, torch, kvps, kvps.torch
+
+kind, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+kv = kvps.create(kind)
+tables = {name: kv.embedding(name, 2, init="zeros", optimizer="sgd", lr=1.0) for name in ("user", "item")}
+rows = kvps.torch.EmbeddingCollection(tables, op="sum")
+own, both = 1000 + kv.rank, 5000
+
+def again(call, *given):
+    while True:
+        try:
+            return call(*given)
+        except kvps.EpochChanged as error:
+            print("rolled back", error.after, flush=True)
+
+def value(number):
+    return float(again(tables["user"].pull, [number])[0, 0])
+
+def batch(step):
+    return dict.fromkeys(tables, torch.tensor([[step], [own], [both]]))
+
+for step in range(90):
+    while True:
+        before, found = value(own), rows(batch(step))
+        if before == value(own):  # no return to a checkpoint in between
+            break
+    for out in found.values():
+        assert out[1, 0] == before, (step, out, before)
+    server = 0
+    if step == 40 and kv.rank == 0:
+        while not (folder / "server").exists():
+            time.sleep(0.01)
+        server = int((folder / "server").read_text())
+        os.kill(server, signal.SIGSTOP)
+    rows.prefetch(batch(step + 1))  # in flight when the server is lost, as the push is
+    if server:
+        os.kill(server, signal.SIGKILL)
+    sum(out.sum() for out in found.values()).backward()
+    if step == 10:
+        print("saved", kv.checkpoint("best"), flush=True)
+again(kv.join)  # one rank may have given up a later step than the other, and so have made one less
+again(kv.barrier, "end")
+for table in tables.values():
+    version, found = table.version(), table.pull([1000, 1001, both])[:, 0].tolist()
+    assert found[2] == found[0] + found[1], found
+    assert kind == "dist_sync" or found[2] == -version, (version, found)
+    assert -180 < found[2] < 0, found  # what was pushed since the checkpoint is lost
+again(kv.barrier, "over")
+print("whole", flush=True)
+"""
+
+
+@pytest.mark.spec("R188")
+@pytest.mark.parametrize("kind", ["dist_async", pytest.param("dist_sync", marks=pytest.mark.thorough)])
+def test_rows_ahead_and_pushes_are_exact_though_a_server_is_killed(
+    kind: str, processes: Processes, tmp_path: Path
+) -> None:
+    script = processes.script(LOSE_SERVER, "lose_server.py")
+    flags = ("-n", 2, "-s", 2, "--max-restarts", 1, "--checkpoint-dir", tmp_path / "checkpoints", "--")
+    process = processes.kvps("launch", *flags, sys.executable, script, kind, tmp_path)
+    process.expect("saved 1", 90.0)
+    pid = processes.pids(r"kvps\.cli\.server.*--rank 1")[0]
+    (tmp_path / "new").write_text(str(pid))
+    (tmp_path / "new").rename(tmp_path / "server")
+    assert process.wait(120.0) == 0, process
+    assert process.out.count("whole") == 2
+    assert "ended with exit code 137; starting it again (1 of 1)" in process.err
