@@ -159,6 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--optimizer", choices=RATES, default="sgd", help="of the tables")
     parser.add_argument("--dtype", default="float32", help="of the rows on kvps's servers, such as bfloat16")
+    parser.add_argument("--pull-dtype", choices=["int8"], help="in which they travel to workers")
     parser.add_argument("--torchrec-python", metavar="PATH", help="a Python that has torchrec")
     parser.add_argument("--ways", nargs="*", choices=[*WAYS, "kvps apart"], default=WAYS)
     parser.add_argument("--json", type=Path, help="write all reports to this file")
@@ -166,7 +167,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.quick:
         given.rows, given.tables, given.batch, given.steps, given.turns = 1000, 4, 64, 6, 1
-    task = Task(given.tables, given.rows, given.dim, given.batch, given.steps, given.optimizer, given.dtype)
+    shape = given.tables, given.rows, given.dim
+    task = Task(*shape, given.batch, given.steps, given.optimizer, given.dtype, given.pull_dtype)
     found: dict[str, list[list[dict[str, Any]]]] = {}
     ways = []
     for way in given.ways:

@@ -55,6 +55,8 @@ class Task(NamedTuple):
     """Of the tables: a name of RATES. The dense part has sgd."""
     dtype: str = "float32"
     """Of the rows that servers of kvps hold."""
+    pull_dtype: str | None = None
+    """``"int8"`` for rows that travel so."""
 
     @property
     def rate(self) -> float:
@@ -157,7 +159,8 @@ def with_kvps(way: str, task: Task, tower: nn.Module) -> tuple[Lookup, nn.Module
     kv = kvps.create(tables, name="tables")
     rates = {kind: 1.0 if kind == "dist_sync" else 1 / kv.num_workers for kind in (tables, dense)}
     rate = task.rate * rates[tables]  # without rounds each worker's mean is a step of its own
-    hyper = {"init": ("uniform", BOUND), "optimizer": task.optimizer, "lr": rate, "dtype": task.dtype}
+    hyper = {"init": ("uniform", BOUND), "optimizer": task.optimizer, "lr": rate}
+    hyper |= {"dtype": task.dtype, "pull_dtype": task.pull_dtype}
     names = [name_of(table) for table in range(task.tables)]
     modules = {name: kvps.torch.Embedding(kv.embedding(name, task.dim, **hyper)) for name in names}
     sgd = torch.optim.SGD(tower.parameters(), lr=DENSE_RATE * rates[dense])

@@ -428,6 +428,8 @@ class PullTables(Message):
     """Worker to server: rows of some tables, once the conditions of all parts hold."""
 
     parts: tuple[TablePart, ...]
+    packed: bool = False
+    """Rows are answered as a scale and an int8 for each element."""
 
     def payload_sizes(self) -> tuple[int, ...]:
         """The ids of all parts."""

@@ -62,6 +62,8 @@ class EmbeddingTable:
         """The specification of the table; all workers must agree on it."""
         self.key = EMBEDDING + name
         """The key that stands for it in requests."""
+        self.pull_dtype = ""
+        """``"int8"`` if rows are pulled so."""
         self.pushes = 0
         """Pushes that this process has made."""
         self.dim = recipe.dim

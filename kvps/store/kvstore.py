@@ -663,6 +663,7 @@ class KVStore(KVStoreBase, abc.ABC):
         admit: int = 1,
         evict: Mapping[str, int] | None = None,
         dtype: torch.dtype | str = "float32",
+        pull_dtype: str | None = None,
         seed: int | None = None,
         timeout: float | None = None,
         **hyper: Any,
@@ -686,6 +687,9 @@ class KVStore(KVStoreBase, abc.ABC):
                 ``{"rows": n}`` the oldest beyond n rows; or both.
             dtype: type of the rows: float32, float64, or a half type. Rows of a half type are updated in
                 float32 and rounded by chance, without bias; states as long as a row are bfloat16.
+            pull_dtype: with ``"int8"``, pulls of this worker travel as a scale for each row and an int8 for
+                each element, off by 1/254 of the row's largest at most. Rows, gradients and exports keep
+                their type. Tables of one request are pulled as int8 if all of them say so.
             seed: seed of the initial values; None derives it from the name.
             timeout: see :class:`KVStore`.
 
@@ -702,11 +706,14 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         self._begin()
         recipe = recipe_of(table_name_of(name), dim, init, optimizer, admit, evict, dtype, seed, **hyper)
+        if pull_dtype not in (None, "int8"):
+            raise ConfigError(f"pull_dtype={pull_dtype!r:.40}: give 'int8', or None for the type of the rows")
         known = self._tables.get(name)
         if known is not None:
             known.demand(recipe)
-        table = self._embedding(name, recipe, self._limit(timeout))
-        return self._tables.setdefault(name, table)
+        table = self._tables.setdefault(name, self._embedding(name, recipe, self._limit(timeout)))
+        table.pull_dtype = pull_dtype or ""
+        return table
 
     def pull_tables(
         self, ids: Mapping[Any, object], *, timeout: float | None = None

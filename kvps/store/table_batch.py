@@ -67,6 +67,7 @@ class Table(Protocol):
     name: str
     key: str
     recipe: EmbeddingSpec
+    pull_dtype: str
     pushes: int
 
 
@@ -82,6 +83,8 @@ class Tables:
         self.keys = tuple([table.key for table in self.all])
         self.names = [table.name for table in self.all]
         self.store = self.all[0].store
+        self.is_packed = {table.pull_dtype for table in self.all} == {"int8"}
+        """All rows are pulled as int8; in other types, if that of one table is another."""
         groups: list[Group] = []
         for (dtype, dim), some in groupby(self.all, key=_kind):
             first = groups[-1].stop if groups else 0
@@ -116,7 +119,9 @@ class TableBatch:
         """Begin to pull the rows; the ticket's value is that of :meth:`pull`."""
         store = self.tables.store
         store._begin()
-        call = calls.PullTableRows(store.name, self.tables.keys, self.tables.groups, self.split.shares)
+        call = calls.PullTableRows(
+            store.name, self.tables.keys, self.tables.groups, self.split.shares, self.tables.is_packed
+        )
         return store.session.call(call, store._limit(timeout))
 
     def pull(self, timeout: float | None = None) -> list[torch.Tensor]:

@@ -253,7 +253,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
             m.PushTables((3,), (m.TableGroup(1, 2, 2), m.TableGroup(1, 1, 1)), three_tables(5)),
             (longs(-7, 2**40, 3), floats(1.0, 2.0, 0.5, -4.0), floats(2.0)),
         ),
-        (WORKER, m.PullTables(three_tables(6)), (longs(-7, 2**40, 3),)),
+        (WORKER, m.PullTables(three_tables(6), True), (longs(-7, 2**40, 3),)),
         (
             SERVER,
             m.PulledTables(

@@ -89,6 +89,8 @@ class Answers:
         )
         if isinstance(message, p.PullChanged):
             reading.since = message.since
+        elif isinstance(message, p.PullTables):
+            reading.packed = message.packed
         self._read_rows(reading)
 
     def wake(self, woken: Iterable[PendingRead]) -> None:
@@ -341,6 +343,8 @@ class PendingRowRead(PendingRead):
     """Numbers of rows as ``target`` has them; None for those that changed."""
     since: int = 0
     """The version since which changed rows are asked for."""
+    packed: bool = False
+    """Rows of a table are answered as a scale and an int8 for each element."""
 
 
 def read_rows(
@@ -353,7 +357,7 @@ def read_rows(
     rank, target, ids = reading.session.rank, reading.target, reading.ids
     if isinstance(target, TableRows):
         assert ids is not None
-        return target.read(chunks.memory, reading.seq, rank, ids)
+        return target.read(chunks.memory, reading.seq, rank, ids, packs=reading.packed)
     spans = target.spans(chunks)
     versions = [span.version for span in spans]
     owed = min([span.owed(rank) for span in spans])

@@ -41,7 +41,11 @@ def test_several_tables_are_pulled_and_pushed_as_each_by_itself(
         flat = some.reshape(-1)
         same = (flat[:, None] == flat[None, :]).to(gradient.dtype)
         total = (same @ gradient.reshape(-1, table.dim)).view(rows.shape)
-        assert torch.equal(table.pull(some), rows - total)
+        found = table.pull(some)
+        if table.dtype == torch.bfloat16:  # rounded by chance: off by less than one of the last of its 8 bits
+            torch.testing.assert_close(found, rows - total, rtol=2**-7, atol=0.0)
+        else:
+            assert torch.equal(found, rows - total)
         assert table.version() == 1
 
 

@@ -21,6 +21,7 @@ import torch
 
 from kvps.core.embedding.alike import AlikeTables, PushedRows
 from kvps.core.embedding.id_hash import Ids, Initializer, servers_of
+from kvps.core.embedding.packed import SCALE_BYTES, packed
 from kvps.core.embedding.spec import EmbeddingSpec, spec_of
 from kvps.core.embedding.table import EmbeddingRows
 from kvps.core.gradients import Part
@@ -46,7 +47,7 @@ from kvps.protocol.values import (
     TablePart,
     TableStand,
 )
-from kvps.tensors import Memory, accumulator, dtype_of, from_frame, to_frame
+from kvps.tensors import PRIVATE, Memory, accumulator, dtype_of, from_frame, to_frame
 
 EXPORT_BYTES = 32 << 20
 """Maximum bytes of one frame in an answer to EXPORT."""
@@ -320,9 +321,12 @@ class TableRows:
         return self.ids(payload)
 
     def read(
-        self, memory: Memory, seq: int, rank: int, ids: torch.Tensor
+        self, memory: Memory, seq: int, rank: int, ids: torch.Tensor, *, packs: bool
     ) -> tuple[PulledTables, tuple[torch.Tensor, ...]]:
-        """Return the answer to a pull of ``ids`` by ``rank``, and its frames, in memory that others read."""
+        """Return the answer to a pull of ``ids`` by ``rank``, and its frames, in memory that others read.
+
+        With ``packs``, rows are packed.
+        """
         numbers, edges = ids.numpy(), self.edges
         groups, counts, frames = [], [], []
         first = 0
@@ -330,16 +334,20 @@ class TableRows:
             start, runs = first, list(some)
             stop = first + sum([len(alike.tables) for alike in runs])
             begin, end = edges[first], edges[stop]
-            groups.append(TableGroup(BY_NAME[dtype].id, dim, stop - first))
+            kind = ("uint8", SCALE_BYTES + dim) if packs else (dtype, dim)
+            groups.append(TableGroup(BY_NAME[kind[0]].id, kind[1], stop - first))
             counts.append(end - begin)
             if begin < end:
-                values = memory.empty((end - begin) * dim, dtype)
+                values = (PRIVATE if packs else memory).empty((end - begin) * dim, dtype)
                 rows = values.view(end - begin, dim)
                 for alike in runs:
                     last = start + len(alike.tables)
                     low, high = edges[start], edges[last]
                     alike.pull(numbers[low:high], self.sizes[start:last], rows[low - begin : high - begin])
                     start = last
+                if packs:
+                    values = memory.empty((end - begin) * kind[1], "uint8")
+                    values.view(end - begin, -1).copy_(packed(rows))
                 frames.append(values)
             first = stop
         spans = [chunk.spans[0] for chunk in self.chunks]

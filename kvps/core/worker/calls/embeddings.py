@@ -21,6 +21,7 @@ import torch
 from kvps import protocol as p
 from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.id_split import Share
+from kvps.core.embedding.packed import SCALE_BYTES, unpacked
 from kvps.core.embedding.spec import EmbeddingSpec, message_of, spec_of
 from kvps.core.embedding.table import ExportBatch
 from kvps.core.worker.calls.base import (
@@ -285,6 +286,8 @@ class PullTableRows(ReadCall):
     """The groups of the tables."""
     shares: tuple[Share, ...]
     """The ids of each server."""
+    packed: bool = False
+    """Rows travel as a scale and an int8 for each element."""
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan = yield from numbered(store, self.keys)
@@ -321,6 +324,9 @@ class PullTableRows(ReadCall):
     ) -> Request:
         parts, named, ranges = _named(share, block, self.groups, chunks, numbers)
         counts = tuple([end - begin for _, begin, end in ranges])
+        if self.packed:
+            kind = BY_NAME["uint8"].id
+            named = tuple([p.TableGroup(kind, SCALE_BYTES + dim, count) for _, dim, count in named])
 
         def take(packet: Packet, wanted: bool) -> None:
             answer = packet.message
@@ -336,12 +342,19 @@ class PullTableRows(ReadCall):
             for index, begin, end in ranges if wanted else ():
                 if begin == end:
                     continue
-                values = np.frombuffer(next(frames), sinks[index].dtype)
+                frame = next(frames)
+                if self.packed:
+                    octets = from_frame(frame, "uint8").view(end - begin, -1)
+                    values = by_row(unpacked(octets, TORCH[self.groups[index].dtype]))
+                else:
+                    values = np.frombuffer(frame, sinks[index].dtype)
                 sinks[index][_places(share, self.groups, index, begin, end)] = values
 
         ids = share.ids[block.begin : block.end]
         payload = (torch.from_numpy(ids),) if len(ids) else ()
-        return Request(server, p.PullTables(parts), lane=parts[0].chunk, on_reply=take, payload=payload)
+        return Request(
+            server, p.PullTables(parts, self.packed), lane=parts[0].chunk, on_reply=take, payload=payload
+        )
 
 
 @frozen
