@@ -25,10 +25,12 @@ from kvps.errors import (
 )
 from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Packet, Role
 
-AGAIN_S = 1.0
-"""Seconds after which a request is repeated."""
+AGAIN_S, WATCH_AGAIN_S = 1.0, 0.5
+"""Seconds after which a request is repeated; a WATCH, whose answer is short, sooner."""
 LATE_S = 3.0
 """Seconds of silence after which the scheduler is asked where the servers are."""
+UNANSWERED_S = 0.3
+"""Seconds after a request without a word, after which it is asked, too: another process may have the seat."""
 LOST_S = 60.0
 """Seconds of silence after which a request is given up."""
 WINDOW = 3
@@ -46,6 +48,11 @@ class Ask:
     """Takes in an answer; False to wait for another one."""
     seq: int = 0
     sent_at: float = -math.inf
+
+    @property
+    def again_at(self) -> float:
+        """When it is repeated."""
+        return self.sent_at + (WATCH_AGAIN_S if type(self.message) is p.Watch else AGAIN_S)
 
 
 @dataclass(slots=True)
@@ -66,6 +73,13 @@ class Link:
     queued: deque[Ask] = field(default_factory=deque)
     sent: dict[int, Ask] = field(default_factory=dict)
     """By seq."""
+
+    @property
+    def late_at(self) -> float:
+        """When the scheduler is to be asked where this server is."""
+        said = [self.greeted_at] if not self.is_ready else [ask.sent_at for ask in self.sent.values()]
+        unheard = [at for at in said if at >= self.heard_at]
+        return min([self.heard_at + LATE_S, *[at + UNANSWERED_S for at in unheard]])
 
 
 class Reader(Core):
@@ -171,7 +185,7 @@ class Reader(Core):
             if now >= max(link.served_at, self._began_at) + LOST_S:
                 self._fail(self._lost_server(number), now)
                 return
-        if not self.servers or any(now >= link.heard_at + LATE_S for link in waits.values()):
+        if not self.servers or any(now >= link.late_at for link in waits.values()):
             self._locate(now)
         self._go_on(now)
 
@@ -181,10 +195,9 @@ class Reader(Core):
         if not self.servers:
             times.append(self._asked_at + AGAIN_S)
         for link in self._waits().values():
-            times += [ask.sent_at + AGAIN_S for ask in link.sent.values()] if link.is_ready else []
-            times.append(link.greeted_at + AGAIN_S if not link.is_ready else link.heard_at + LATE_S)
-            if link.heard_at + LATE_S <= self._asked_at + AGAIN_S:
-                times[-1] = self._asked_at + AGAIN_S
+            times += [ask.again_at for ask in link.sent.values()] if link.is_ready else []
+            times += [link.greeted_at + AGAIN_S] if not link.is_ready else []
+            times.append(max(link.late_at, self._asked_at + AGAIN_S))
         return min(times)
 
     # --- what happens ---------------------------------------------------------------------------------
@@ -201,6 +214,8 @@ class Reader(Core):
                     if (link.endpoint, link.incarnation) != place:
                         link.endpoint, link.incarnation = place
                         link.is_ready, link.greeted_at = False, -math.inf
+                        for ask in link.sent.values():
+                            ask.sent_at = -math.inf
                         key = keys[index] if keys else ""
                         link.is_near = 0 != member.machine == self._me.machine
                         name = f"server {member.rank}"
@@ -239,7 +254,7 @@ class Reader(Core):
                     self._send(number, self._hello(), self._next())
                 continue
             for ask in link.sent.values():
-                if now >= ask.sent_at + AGAIN_S:
+                if now >= ask.again_at:
                     ask.sent_at = now
                     self._send(number, ask.message, ask.seq)
             while link.queued and len(link.sent) < WINDOW:

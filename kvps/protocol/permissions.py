@@ -85,7 +85,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         | {p.PulledTables, p.Exported, p.StateIs, p.StatusIs, p.Joined, p.HistoryIs, p.Revived, p.Ping}
         | {p.Opened, p.Closed, p.VersionIs, p.Retained, p.Octets, p.Changes}
         | {p.Open, p.CopyBegin, p.CopyStores, p.CopyStore, p.CopyChunk, p.CopyKeys, p.CopyValues, p.CopyLevel}
-        | {p.Embed, p.CopyRows}
+        | {p.Embed, p.CopyRows, p.CopyBlock, p.CopyVersion, p.CopyPublication}
     },
     Place.TO_WORKER: {Role.WORKER: _SHARING | {p.Welcome, p.Error, p.Ack, p.Probed, p.Pulled}},
 }

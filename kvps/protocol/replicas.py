@@ -179,6 +179,53 @@ class CopyRows(Message):
         return tuple([size for size in sizes if size])
 
 
+@tag(66)
+class CopyBlock(Message):
+    """Primary to standby: a block of a published version."""
+
+    publication: str
+    number: int
+    block: int
+    dtype: int
+    as_dtype: int
+    """The type of its elements, and that in which they are read."""
+    is_chunk: bool
+    """It is the chunk of this number, as it is now."""
+    size: int
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The octets."""
+        return (self.size,) if self.size else ()
+
+
+@tag(67)
+class CopyVersion(Message):
+    """Primary to standby: a version is complete."""
+
+    publication: str
+    number: int
+    age_s: float
+    size: int
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The manifest, if this server has it."""
+        return (self.size,) if self.size else ()
+
+
+@tag(68)
+class CopyPublication(Message):
+    """Primary to standby: a publication has these versions, and no others."""
+
+    publication: str
+    store: str
+    keep: int
+    last: int
+    """The highest number that was heard of."""
+    announced: tuple[int, ...]
+    """The last complete versions, some of which may be gone."""
+    versions: tuple[int, ...]
+
+
 @tag(59)
 class CopyLevel(Message):
     """Primary to standby: you have all. From now on nobody is told what you may not have."""

@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import kvps
+from kvps.subscriber import digest_of
 from tests.integration.processes import Processes, until
 
 SCRIPT = """
@@ -181,6 +184,82 @@ def test_rows_of_tables_are_those_of_a_run_without_a_loss(
 def by_id(table: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     order = table["ids"].argsort()
     return {name: column[order] for name, column in table.items()}
+
+
+PUBLISHER = """
+import os, sys, time
+import torch
+import kvps
+from kvps.subscriber import digest_of
+kv = kvps.create("dist_sync", timeout=60, bigarray_bound=1000)
+rank, folder = kv.rank, sys.argv[1]
+generator = torch.Generator().manual_seed(7 + rank)
+print("scheduler", os.environ["KVPS_SCHEDULER"], "keys", os.environ.get("KVPS_KEYS", ""), flush=True)
+kv.init(["w", "v"], [torch.zeros(20000), torch.zeros(7)])
+uploaded, at = torch.zeros(5000), 0
+while at < 40 or not os.path.exists(f"{folder}/enough"):
+    values = kv.pushpull(["w", "v"], [torch.randn(20000, generator=generator), torch.ones(7)])
+    number = kv.publish("keys", ["w", "v"])
+    if rank == 0:
+        print(f"published keys {number} {digest_of(values[0])}", flush=True)
+        uploaded += 1
+        print(f"published given {kv.publish('given', {'u': uploaded})} {digest_of(uploaded)}", flush=True)
+    at += 1
+    print("step", at, flush=True)
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.spec("R552", "R554", "R556")
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.thorough)])
+def test_readers_go_on_with_the_next_server(processes: Processes, kills: int) -> None:
+    folder = processes.folder
+    script = processes.script(PUBLISHER)
+    launch = processes.kvps("launch", *FLAGS, "--max-restarts", 9, "--", sys.executable, script, folder)
+    scheduler, keys = launch.expect(r"scheduler (tcp://\S+) keys (\S*)", 60.0).groups()
+    seen: dict[str, dict[int, str]] = {"keys": {}, "given": {}}
+    stops, late_s, failures = threading.Event(), [0.0], list[BaseException]()
+
+    def read(name: str) -> None:
+        try:
+            with kvps.subscribe(name, scheduler, keys or None) as policy:
+                while not stops.is_set():
+                    before = max(seen[name], default=0)
+                    began = time.monotonic()
+                    assert policy.wait(newer_than=before, timeout=30) > before
+                    late_s.append(time.monotonic() - began)
+                    ((_, first), *_) = policy.tensors()
+                    seen[name][policy.version] = digest_of(first)
+        except BaseException as error:
+            failures.append(error)
+
+    def have_read(more: int) -> None:
+        counts = {name: len(found) + more for name, found in seen.items()}
+        until(lambda: failures or all(len(seen[name]) >= counts[name] for name in seen), "versions read")
+        assert not failures, failures
+
+    readers = [threading.Thread(target=read, args=(name,)) for name in seen]
+    for reader in readers:
+        reader.start()
+    for killed in range(kills):
+        due = 2 + 2 * killed
+        until(lambda due=due: launch.err.count("is level: 2 of 2 copies") >= due, "two level copies", 60.0)
+        have_read(1)
+        os.kill(processes.pids(rf"kvps\.cli\.server.*--rank {killed % 2}")[-1], signal.SIGKILL)
+        launch.expect(rf"(?s)(goes on in its place.*){{{killed + 1}}}")
+        have_read(3)
+    stops.set()
+    for reader in readers:
+        reader.join(30)
+    (folder / "enough").touch()
+    assert launch.wait(60.0) == 0, launch
+    for name, found in seen.items():
+        said = re.findall(rf"published {name} (\d+) (\w+)", launch.out)
+        published = {int(number): digest for number, digest in said}
+        assert len(published) == len(said), "a number of two versions"
+        assert list(found) == sorted(found)
+        assert {number: published[number] for number in found} == found
+    assert max(late_s) < 5, "a reader waited"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -349,6 +349,9 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
                 memoryview(bytes([1, 2, 1, 1])),
             ),
         ),
+        (SERVER, m.CopyBlock("policy", 5, 3, 1, 4, False, 12), (floats(1.0, -2.0, 0.5),)),
+        (SERVER, m.CopyVersion("policy", 5, 0.25, 2), (memoryview(b"[]"),)),
+        (SERVER, m.CopyPublication("policy", "weights", 2, 6, (3, 5), (5, 6)), ()),
         (asking_nothing(SERVER), m.Followed(41), ()),
         (SCHEDULER, m.Measure(5), ()),
         (

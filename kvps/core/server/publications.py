@@ -179,6 +179,8 @@ class Publications:
         """The blocks of complete versions that lie where they came."""
         self.settle_at = math.inf
         """When the next of them is to be copied."""
+        self.keeps_until = -math.inf
+        """Until then versions stay whose readers this server, which was a standby, may not know yet."""
         self._is_crowded = False
         """The log says that there are too many readers."""
 
@@ -195,6 +197,44 @@ class Publications:
                 self._drop(publication, number)
         self.by_name.clear()
         self.readers.clear()
+
+    @property
+    def now(self) -> float:
+        """The time."""
+        return self._context.meter.now
+
+    # --- the copy of another server -----------------------------------------------------------------
+
+    def take_copy(
+        self, message: p.CopyBlock | p.CopyVersion | p.CopyPublication, payload: Sequence[memoryview]
+    ) -> None:
+        """Take in what the server of this standby has.
+
+        Raises:
+            Overload: if there is no room for it.
+        """
+        publication = self.by_name.setdefault(message.publication, Publication(""))
+        if isinstance(message, p.CopyPublication):
+            publication.store, publication.keep, publication.last = message.store, message.keep, message.last
+            publication.announced = deque(message.announced, ANNOUNCED_KEPT)
+            for number in publication.versions.keys() - {*message.versions}:
+                self._drop(publication, number)
+            return
+        publication.last = max(publication.last, message.number)
+        version = publication.versions.setdefault(message.number, Version())
+        if isinstance(message, p.CopyVersion):
+            version.manifest = memoryview(bytes(payload[0])) if payload else None
+            version.completed_at = self.now - message.age_s
+            return
+        dtype, as_dtype = BY_ID[message.dtype].name, BY_ID[message.as_dtype].name
+        if message.is_chunk:
+            buffer = self._context.chunks.at(message.block).buffer
+        else:
+            buffer = Buffer(from_frame(payload[0] if payload else memoryview(b""), dtype))
+        more = 0 if id(buffer) in self._users else buffer.tensor.nbytes
+        what = f"the copy of version {message.number} of publication {message.publication!r}"
+        self._budget.demand_publication(what, more)
+        self._add(version, message.block, Block(buffer.hold(), dtype, as_dtype))
 
     # --- the worker that publishes ------------------------------------------------------------------
 
@@ -370,6 +410,8 @@ class Publications:
             for number in reader.uses.get(name, ()):
                 heard_at[number] = max(heard_at.get(number, 0.0), reader.heard_at)
         spare = self._spare(publication)
+        if self.now < self.keeps_until:
+            heard_at = dict.fromkeys(spare, 0.0) | heard_at
         used = [n for n in spare if n in heard_at and publication.versions[n].completed_at is not None]
         used.sort(key=heard_at.__getitem__)
         for number in {*spare} - {*used[-READ_ONLY_MAX:]}:
@@ -489,6 +531,8 @@ class Publications:
     def _read(self, reader: Reader, seq: int, message: p.Read | p.ReadChanges) -> None:
         name, size = message.publication, message.size
         version = self._found(name, message.number)
+        if self.now < self.keeps_until:
+            reader.uses.setdefault(name, (message.number, 0))
         block = version.blocks.get(message.block)
         start, stop, width = message.start, message.start + size, 1
         most, unit = READ_BYTES_MAX, 1 if block is None else BY_NAME[block.as_dtype].itemsize
@@ -568,12 +612,14 @@ class Publications:
         return version
 
     def _say(self, reader: Reader, message: Message) -> None:
-        self._outbox.append(Send(reader.route, self._member.packet(message)))
+        self._context.outbox.append(Send(reader.route, self._member.packet(message)))
 
     def _send(self, reader: Reader, message: Message, frame: memoryview, buffer: Buffer | None) -> None:
         packet = Packet(self._member.envelope(), message, (frame,))
         self._context.meter.on_send(packet.payload)
-        self._outbox.append(Send(reader.route, packet, Away(reader, frame.nbytes, buffer, self._copies)))
+        self._context.outbox.append(
+            Send(reader.route, packet, Away(reader, frame.nbytes, buffer, self._copies))
+        )
 
     def expire(self, now: float) -> None:
         """Forget the readers that have said nothing for a while, and what only they used."""

@@ -35,7 +35,7 @@ from kvps.core.server.control import Control
 from kvps.core.server.ingest import Ingest
 from kvps.core.server.measured import TELL_MAX, measure, of_beat, old_round
 from kvps.core.server.meter import Meter
-from kvps.core.server.publications import Publications
+from kvps.core.server.publications import LEASE_S, Publications
 from kvps.core.server.replicas.handover import Handover
 from kvps.core.server.replicas.primary import Replicator
 from kvps.core.server.replicas.standby import Follower
@@ -267,7 +267,8 @@ class Server(Core):
         if now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
             self._look(now)
-            self.publications.expire(now)
+            if self._follower is None:
+                self.publications.expire(now)
             self.rules.report(is_due=True)
         if now >= self.publications.settle_at:
             self.publications.settle()
@@ -377,7 +378,7 @@ class Server(Core):
 
     def _replicate(self) -> None:
         """Copy all that is held here to the standbys that views will name."""
-        self._replicator = Replicator(self.member, self._outbox)
+        self._replicator = Replicator(self.member, self._outbox, self.publications)
         self.member.standing = self._replicator.standing
 
     def _reset(self, lives: dict[int, int], *, replaces: bool = False) -> None:
@@ -401,7 +402,7 @@ class Server(Core):
         if self._replicator is not None:
             self._replicator.attach(self.context, self.control, self.rules)
         if self._follower is not None:
-            self._follower.attach(self.context, self.control, self.rules)
+            self._follower.attach(self.context, self.control, self.rules, self.publications)
 
     def _return(self, loaded: Loaded) -> Iterator[None]:
         """Replace all stores by those of a snapshot."""
@@ -477,7 +478,7 @@ class Server(Core):
         if is_moving and any(each.state == "empty" for each in standbys) and not self._retires:
             self._outbox.append(Finish(WANTED))
         if is_moving and mine and self._replicator is None:
-            self._replicator = mover = Handover(self.member, self._outbox)
+            self._replicator = mover = Handover(self.member, self._outbox, self.publications)
             self._on_worker = self._unless_left(mover, self._on_worker)  # type: ignore[assignment, method-assign]
             self.member.standing = mover.standing
             mover.attach(self.context, self.control, self.rules)
@@ -529,6 +530,7 @@ class Server(Core):
             )
             return False
         self._follower, self._was_promoted = None, True
+        self.publications.keeps_until = self.counts.now + LEASE_S
         if self.member.seat.replicas:
             self._replicate()
             assert self._replicator is not None

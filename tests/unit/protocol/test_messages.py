@@ -19,6 +19,7 @@ TAGS = {
     **{50: "Status", 51: "StatusIs", 60: "Offer", 61: "Taken", 62: "Release", 63: "StreamAt"},
     **{52: "Follow", 53: "CopyBegin", 54: "CopyStores", 55: "CopyStore", 56: "CopyChunk"},
     **{57: "CopyKeys", 58: "CopyValues", 59: "CopyLevel", 64: "Followed", 65: "CopyRows"},
+    **{66: "CopyBlock", 67: "CopyVersion", 68: "CopyPublication"},
     **{70: "Join", 71: "Joined", 72: "Return", 73: "History", 74: "HistoryIs"},
     **{75: "Resume", 76: "Resumed", 78: "Look", 79: "Seen"},
     **{80: "Halt", 81: "Halted", 82: "Proceed", 83: "Proceeding"},

@@ -33,6 +33,8 @@ from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
+from kvps.core.server.publications import Publications
+from kvps.core.server.replicas.published import PublishedChanges
 from kvps.core.server.replicas.state import by_text, copied_key, settings_of, settled, why_not
 from kvps.core.server.replicas.tables import TableChanges
 from kvps.core.server.rules.book import RuleBook
@@ -54,6 +56,7 @@ KEYS_MAX = 256
 
 OF_STORES = (p.Open, p.Close, p.Optimize, p.Rate, p.Join, p.Return, p.Revive)
 """Requests that may change settings of stores."""
+PUBLISHING = (p.Freeze, p.Put, p.Announce)
 
 
 class Unacknowledged(NamedTuple):
@@ -79,11 +82,15 @@ class Replicator:
     Args:
         member: this server's place in the job.
         outbox: of the server's doors.
+        publications: the versions that are published here.
     """
 
-    def __init__(self, member: MembershipClient, outbox: list[Effect]) -> None:
+    def __init__(self, member: MembershipClient, outbox: list[Effect], publications: Publications) -> None:
         self._member = member
         self._outbox = outbox
+        self._publications = publications
+        self._is_published = True
+        """Publications may have changed."""
         self._standby = 0
         """The incarnation of the standby that the view names; 0 for none."""
         self._route: Route | None = None
@@ -224,6 +231,8 @@ class Replicator:
             self._mark(piece.chunk, 0, 1)
             self._keys.setdefault(made.store, {})[made.key] = None
             self._layouts.add(made.store)
+        elif kind in PUBLISHING:
+            self._is_published = True
         elif kind is p.TableRate:
             self._mark(cast(p.TableRate, message).chunk, 0, 1)
         elif kind in OF_STORES:
@@ -231,7 +240,7 @@ class Replicator:
 
     def note_all(self, *, values: bool = False) -> None:
         """Settings of any store may have changed; or its ``values``, too."""
-        self._is_set = True
+        self._is_set = self._is_published = True
         if values and self._route is not None:
             for store in self._context.stores.values():
                 self._note_store(store)
@@ -305,7 +314,8 @@ class Replicator:
         for changes in self._tables.values():
             changes.end()
         self._tables.clear()
-        self._is_set = True
+        self._published = PublishedChanges()
+        self._is_set = self._is_published = True
         self.reason = ""
 
     def _begin(self) -> None:
@@ -346,7 +356,7 @@ class Replicator:
 
     @property
     def _is_dirty(self) -> bool:
-        return bool(self._ranges or self._keys or self._layouts or self._is_set)
+        return bool(self._ranges or self._keys or self._layouts or self._is_set or self._is_published)
 
     def _pump(self) -> None:
         """Send what has changed, as far as there is room; nothing once a copy cannot become level."""
@@ -358,7 +368,7 @@ class Replicator:
         if self._is_dirty and is_free:
             self._copy_settings()
             self._copy_layouts()
-            while self._ranges and (self.is_level or self.behind_bytes < WINDOW_BYTES):
+            while self._ranges and self._has_room():
                 number = next(iter(self._ranges))
                 ranges = self._ranges[number]
                 start, stop = next(iter(ranges))
@@ -371,6 +381,8 @@ class Replicator:
                 elif chunk is not None:
                     self._copy_values(chunk, start, stop)
             self._copy_keys()
+            if self._is_published and not self._ranges:
+                self._copy_published()
         if self.reason:
             if self.is_level:
                 self._dismiss()
@@ -484,6 +496,17 @@ class Replicator:
             self.reason = str(error)
         if changes.are_left:
             self._mark(chunk.number, 0, 1)
+
+    def _copy_published(self) -> None:
+        """Send what has changed in publications, as far as there is room; chunks are as here by then."""
+        for sent in self._published.messages(self._publications, self._chunks, self._has_room):
+            if sent is None:
+                return
+            self._say(*sent)
+        self._is_published = False
+
+    def _has_room(self) -> bool:
+        return self.is_level or self.behind_bytes < WINDOW_BYTES
 
     def _say(self, message: Message, payload: tuple[memoryview, ...] = (), hold: Hold | None = None) -> None:
         self._number += 1

@@ -19,6 +19,7 @@ from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
 from kvps.core.server.participation import JoinTracker
+from kvps.core.server.publications import Publications
 from kvps.core.server.replicas import tables
 from kvps.core.server.replicas.state import by_rank
 from kvps.core.server.rules.book import RuleBook
@@ -57,8 +58,11 @@ class Follower:
         self.again_at = 0.0
         self._epoch = 0
 
-    def attach(self, context: RequestContext, control: Control, rules: RuleBook) -> None:
+    def attach(
+        self, context: RequestContext, control: Control, rules: RuleBook, publications: Publications
+    ) -> None:
         """Fill these parts from now on, which are empty."""
+        self._publications = publications
         self._context, self._control, self._rules = context, control, rules
         self._chunks = context.chunks
         self._rows: list[tuple[p.CopyRows, Sequence[memoryview]]] = []
@@ -132,7 +136,10 @@ class Follower:
 
     def _take(self, message: Message, payload: Sequence[memoryview]) -> None:
         match message:
+            case p.CopyBlock() | p.CopyVersion() | p.CopyPublication():
+                self._publications.take_copy(message, payload)
             case p.CopyBegin():
+                self._publications.clear()
                 if self.is_level:
                     self.is_level = False
                     self._member.stand()
