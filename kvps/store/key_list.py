@@ -13,9 +13,12 @@ from collections.abc import Iterable, Mapping
 from itertools import repeat
 from typing import Any
 
+import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from kvps.core.placement import EMBEDDING
+from kvps.core.worker.plan import FINE_BYTES, MANY, Placed, addresses
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound
 from kvps.phrases import never_initialised
@@ -43,7 +46,7 @@ class KeyList:
         specs: of all keys that are known.
     """
 
-    __slots__ = ("_forms", "is_many", "names", "unknown")
+    __slots__ = ("_forms", "_is_fine", "is_many", "names", "unknown")
 
     def __init__(self, names: tuple[str, ...], is_many: bool, specs: Mapping[str, Spec]) -> None:
         self.names = names
@@ -51,10 +54,16 @@ class KeyList:
         self.unknown = tuple([name for name in names if name not in specs])
         """The keys that are not known: nothing else can be said of their values."""
         found = [] if self.unknown else [specs[name] for name in names]
+        self._is_fine = len(found) >= MANY and sum([spec.nbytes for spec in found]) <= FINE_BYTES * len(found)
         self._forms = [_Form(begin, found[begin : begin + BLOCK]) for begin in range(0, len(found), BLOCK)]
 
     def rows(
-        self, value: object, *, as_sinks: bool = False, on_devices: bool = False
+        self,
+        value: object,
+        *,
+        as_sinks: bool = False,
+        on_devices: bool = False,
+        is_waited: bool = False,
     ) -> tuple[torch.Tensor, ...] | None:
         """Return ``value`` as one row for each key, if it is one tensor for each that is a row as it is.
 
@@ -62,6 +71,9 @@ class KeyList:
             value: a user's value of one key, or list of values.
             as_sinks: they may be written to, too, as they are.
             on_devices: they lie on accelerators, and are rows but for that.
+            is_waited: they stay where they are until the call is over. Many small rows are then
+                :class:`~kvps.core.worker.plan.Placed`: the check has brought each tensor into the cache,
+                so its address is read here. Sinks count as changed from here on.
         """
         if not self.is_many:
             values: tuple[torch.Tensor, ...] = (value,)  # type: ignore[assignment]  # looked at below
@@ -69,13 +81,26 @@ class KeyList:
             values = tuple(value)
         else:
             return None
+        is_placed = is_waited and self._is_fine and not _is_excluded(_AUTOGRAD)
+        starts = np.empty(len(values), np.int64) if is_placed else None
+        kind = as_sinks + 2 * on_devices
         for form in self._forms:
             part = values[form.begin : form.begin + BLOCK]
-            guard = form.guards[as_sinks + 2 * on_devices]
+            guard = form.guards[kind]
             is_known = guard is not None and guard.check(*part)
             if not is_known and not form.is_passed(part, as_sinks, on_devices):
                 return None
-        return values
+            if form.guards[kind] is None:
+                starts = None  # some value is odd
+            if starts is not None:
+                starts[form.begin : form.begin + len(part)] = addresses(part)
+                if as_sinks:
+                    increment_version(part)
+        if starts is None:
+            return values
+        placed = Placed(values)
+        placed.starts = starts
+        return placed
 
 
 class _Form:
@@ -97,7 +122,8 @@ class _Form:
             return False
         # Below autograd, as in an operator or inference mode, tensors look alike that are not.
         if is_passed and not _is_excluded(_AUTOGRAD):
-            self.guards[as_sinks + 2 * on_devices] = _guard_of(part)
+            is_odd = any(map(torch.Tensor.is_neg, part))  # read by its address, it would have other values
+            self.guards[as_sinks + 2 * on_devices] = None if is_odd else _guard_of(part)
         return is_passed
 
 

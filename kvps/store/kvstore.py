@@ -320,7 +320,11 @@ class KVStore(KVStoreBase, abc.ABC):
         if out is not None and copy and weight == 1 and not async_op:
             call = self._requests.plain_pushpull(keys, value, out, urgency)
             if call is not None:
-                self._start(call, limit_s).wait()
+                try:
+                    self._start(call, limit_s).wait()
+                except BaseException:  # an interrupted script may give its tensors other memory
+                    call.forget_places()
+                    raise
                 return out
         request = self._requests.pushpull(keys, value, out, copy, urgency, limit_s, weight)
         return self._answer(request, limit_s, async_op)

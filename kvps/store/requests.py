@@ -166,8 +166,10 @@ class Requests:
         self, keys: KeyList, value: object, out: object, urgency: Priority
     ) -> calls.PushValues | None:
         """Push and pull rows as they are, in one call; None if some are to be made."""
-        sinks = keys.rows(out, as_sinks=True) if self.takes_plain else None
-        rows = sinks if value is out or sinks is None else keys.rows(value)  # front ends give the same
+        sinks = keys.rows(out, as_sinks=True, is_waited=True) if self.takes_plain else None
+        rows = (
+            sinks if value is out or sinks is None else keys.rows(value, is_waited=True)
+        )  # front ends give the same
         if sinks is None or rows is None:
             return None
         return self.push_call(self._store, keys.names, rows, sinks, urgency, False)

@@ -262,14 +262,13 @@ class ReadTracker:
         if len(stands) == 1:  # the usual case, and cheap
             version, owed = stands.pop()
             applied = version if ordered else owed
-            for key in self.plan.keys:
+            joint = self.plan.joint()
+            for key in self.plan.keys if joint is None else (joint,):
                 if key.applied < applied:
                     key.applied = applied
-            if self.skips:
-                for key in self.plan.keys:
+                if self.skips:
                     key.number = max(key.number, owed)
-            if not ordered:
-                for key in self.plan.keys:
+                if not ordered:
                     key.version = max(key.version, version)
                     if self.sink is not None:
                         key.read(version - owed)

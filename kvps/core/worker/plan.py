@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from types import SimpleNamespace
 from typing import NamedTuple, TypeVar
 
@@ -25,7 +26,7 @@ from kvps.compression.policy import KeyCompression
 from kvps.dtypes import BY_NAME, Spec
 from kvps.protocol.envelope import maker
 from kvps.protocol.values import Ask, Run, StepPart
-from kvps.tensors import SMALL_BYTES, Memory
+from kvps.tensors import SMALL_BYTES, Memory, to_frame
 
 HERE = ""
 """The route of values that do not leave this process."""
@@ -53,6 +54,13 @@ Sizes = npt.NDArray[np.int64]
 """Bytes of each key of a plan."""
 
 
+class Placed(tuple[torch.Tensor, ...]):
+    """Rows whose addresses are known while their caller waits; none shows its memory negated."""
+
+    starts: Sizes | None = None
+    """The address of each; None once the caller waits no more, and may give them other memory."""
+
+
 class PieceLocation(NamedTuple):
     """The place of a piece of a key: its chunk, its first element there, its size, and its offset
     in the key."""
@@ -64,13 +72,10 @@ class PieceLocation(NamedTuple):
     offset: int
 
 
-@dataclass(slots=True)
-class Key:
-    """One key, as a worker knows it."""
+@dataclass(slots=True, eq=False)
+class Progress:
+    """How far the pushes and reads of a key have come, or those of several keys that have moved together."""
 
-    name: str
-    spec: Spec
-    pieces: tuple[PieceLocation, ...] = ()
     number: int = 0
     """The number of this rank's next push."""
     since: int = 0
@@ -81,8 +86,6 @@ class Key:
     round numbers; else those of this rank."""
     is_refused: bool = False
     """A push was refused, or this rank was away: the number that is owed next has to be asked."""
-    broadcasts: int = 0
-    """Number of broadcasts of this key by this rank."""
     version: int = 0
     """The highest version that this rank knows, if push numbers are no round numbers."""
     heard: int = 0
@@ -92,6 +95,8 @@ class Key:
     round numbers."""
     age: int = 0
     """By how many of them the values had moved since the read before: the age of a push between the two."""
+    keys: int = 1
+    """The number of keys that have it in common."""
 
     def read(self, others: int) -> None:
         """Note that values with so many pushes of ``others`` were read."""
@@ -99,6 +104,53 @@ class Key:
             self.others = others
         elif others >= self.others:  # else an older answer, that came late
             self.others, self.age = others, others - self.others
+
+    def part(self, keys: int) -> Progress:
+        """Split off so many of its keys; return theirs."""
+        self.keys -= keys
+        return replace(self, keys=keys)
+
+
+_counts = attrgetter("number", "since", "applied", "is_refused", "version", "heard", "others", "age")
+_progress = attrgetter("progress")
+
+
+def _own(name: str) -> property:
+    """Return a property that reads an attribute of :class:`Progress`, and writes that of one key alone."""
+
+    def write(key: Key, value: object) -> None:
+        setattr(key.alone(), name, value)
+
+    return property(attrgetter(f"progress.{name}"), write)
+
+
+class Key:
+    """One key, as a worker knows it."""
+
+    __slots__ = ("broadcasts", "name", "pieces", "progress", "spec")
+
+    def __init__(
+        self, name: str, spec: Spec, pieces: tuple[PieceLocation, ...] = (), *, is_refused: bool = False
+    ) -> None:
+        self.name = name
+        self.spec = spec
+        self.pieces = pieces
+        self.broadcasts = 0
+        """Number of broadcasts of this key by this rank."""
+        self.progress = Progress(is_refused=is_refused)
+
+    number, since, applied, is_refused = _own("number"), _own("since"), _own("applied"), _own("is_refused")
+    version, heard, others, age = _own("version"), _own("heard"), _own("others"), _own("age")
+
+    def alone(self) -> Progress:
+        """Return the progress of this key, which it has in common with no other from now on."""
+        if self.progress.keys > 1:
+            self.progress = self.progress.part(1)
+        return self.progress
+
+    def read(self, others: int) -> None:
+        """Note that values with so many pushes of ``others`` were read."""
+        self.alone().read(others)
 
 
 class CopyVersion(NamedTuple):
@@ -151,8 +203,10 @@ class ChunkSlice:
     octets: type[ctypes.Array[ctypes.c_ubyte]] | None = None
     """The type of its bytes, if it is one segment that is copied without torch."""
     units: tuple[int, Sizes, Sizes] | None = None
-    """Bytes of the units of which all segments consist, if they are many and small; how many each segment
-    has; and the offset of each unit in its segment."""
+    """Bytes of the units of which all segments consist, if they are many and small; for each unit, the index
+    of its segment, and its offset there."""
+    _at: tuple[Sizes, Sizes] | None = None
+    """For each such unit, the index of its key, and its offset in the key."""
 
     def seal(self, keys: Sequence[Key]) -> None:
         """Prepare for use, once all segments are there."""
@@ -183,8 +237,11 @@ class ChunkSlice:
             unit = int(np.gcd.reduce(sizes))
             counts = sizes // unit
             if unit >= min(UNIT_BYTES, sizes.max()):
-                firsts = np.repeat(counts.cumsum() - counts, counts)
-                self.units = unit, counts, (np.arange(len(firsts)) - firsts) * unit
+                whose = np.repeat(np.arange(len(counts)), counts)
+                inside = (np.arange(len(whose)) - (counts.cumsum() - counts)[whose]) * unit
+                self.units = unit, whose, inside
+                indices, begins = np.array([(index, offset) for _, _, index, offset in self.segments]).T
+                self._at = indices[whose], begins[whose] * BY_NAME[self.dtype].itemsize + inside
 
     def runs(self, numbers: Numbers) -> tuple[Run, ...]:
         """Return the runs of a push with these numbers."""
@@ -228,6 +285,11 @@ class ChunkSlice:
         They are copied into ``memory``, unless the peer along ``route`` can read them where they
         lie, or they are read :data:`HERE`: then they are returned as they are, neighbours joined.
         """
+        starts = self.starts(rows)
+        if starts is not None and route != HERE and not memory.lends(route, [rows[self.segments[0].key]]):
+            out, (units, at) = memory.empty(self.size, self.dtype), self._units(starts)
+            np.frombuffer(to_frame(out), units.dtype)[:] = units[at]
+            return (out,)
         parts = self._pick(rows) if self._pick is not None else self._parts(rows)
         if route == HERE:
             return tuple(self._joined(parts))
@@ -250,11 +312,34 @@ class ChunkSlice:
 
     def scatter(self, values: torch.Tensor, rows: Rows) -> None:
         """Copy this share's elements back into ``rows``; any thread may call this."""
-        parts = self._pick(rows) if self._pick is not None else self._parts(rows)
-        if self.units is not None:
-            _spread(values, parts, *self.units)
-        else:
-            torch._foreach_copy_([*map(torch.Tensor.ravel, parts)], torch.split(values, self._sizes))
+        starts = self.starts(rows)
+        if starts is None:
+            parts = self._pick(rows) if self._pick is not None else self._parts(rows)
+            if self.units is None:
+                torch._foreach_copy_([*map(torch.Tensor.ravel, parts)], torch.split(values, self._sizes))
+                return
+            _, whose, inside = self.units
+            starts = addresses(parts)[whose] + inside
+            increment_version(parts)
+        units, at = self._units(starts)
+        units[at] = np.frombuffer(to_frame(values), units.dtype)
+
+    def starts(self, rows: Rows) -> Sizes | None:
+        """Return the address of each unit in rows that are :class:`Placed`; None where it is not known."""
+        known = rows.starts if isinstance(rows, Placed) else None
+        return None if known is None or self._at is None else known[self._at[0]] + self._at[1]
+
+    def _units(self, starts: Sizes) -> tuple[npt.NDArray[np.void], Sizes]:
+        """Return memory as units, of which one begins at every byte, and where in it those at ``starts`` are.
+
+        So units are read and written by their addresses in one assignment; torch takes 0.6 us a tensor.
+        """
+        assert self.units is not None
+        lowest = starts.min()
+        at = starts - lowest
+        place = {"version": 3, "data": (int(lowest), False), "typestr": f"|V{self.units[0]}", "strides": (1,)}
+        shape = (int(at.max()) + 1,)
+        return np.asarray(SimpleNamespace(__array_interface__=place | {"shape": shape})), at
 
     def paste(self, frame: memoryview, rows: Rows) -> None:
         """Copy this share's elements back from a frame without torch, if it has ``octets``."""
@@ -280,17 +365,9 @@ class ChunkSlice:
         return [rows[key] if cut is None else rows[key].view(-1)[cut] for key, cut in self._cuts]
 
 
-def _spread(values: torch.Tensor, parts: Rows, unit: int, counts: Sizes, offsets: Sizes) -> None:
-    """Copy ``values`` into ``parts`` by their addresses, in one assignment; torch takes 0.6 us a part."""
-    starts = np.fromiter(map(torch.Tensor.data_ptr, parts), np.int64, len(parts))
-    increment_version(parts)
-    at = np.repeat(starts, counts) + offsets
-    lowest = int(at.min())
-    at -= lowest
-    # A unit begins at every byte from the lowest address on; those between the parts are not touched.
-    place = {"version": 3, "data": (lowest, False), "typestr": f"|V{unit}", "strides": (1,)}
-    units = np.asarray(SimpleNamespace(__array_interface__=place | {"shape": (int(at.max()) + 1,)}))
-    units[at] = values.view(torch.uint8).numpy().view(units.dtype)
+def addresses(rows: Rows) -> Sizes:
+    """Return where each of these tensors begins."""
+    return np.fromiter(map(torch.Tensor.data_ptr, rows), np.int64, len(rows))
 
 
 def allocate(plan: TransferPlan, memory: Memory) -> list[torch.Tensor]:
@@ -368,6 +445,8 @@ class TransferPlan:
     """Bytes of all elements of its keys."""
     is_by_deltas: bool = field(init=False)
     """Whether servers answer with encoded changes."""
+    _joint: Progress | None = field(default=None, repr=False)
+    """The progress that all its keys had in common last; a key may have parted since."""
     _sizes: Sizes | None = field(default=None, repr=False)
     _digest: tuple[tuple[int, ...], int] = field(default=((), 0), repr=False)
     """The hash of the step that :meth:`step` returned last, and how far its keys were behind."""
@@ -384,8 +463,42 @@ class TransferPlan:
 
     def refuse(self) -> None:
         """A push of these keys was refused, so its number is free again, perhaps."""
+        for progress in self.apart():
+            progress.is_refused = True
+
+    def joint(self) -> Progress | None:
+        """Return the progress that all its keys have in common with no other key; None if there is none."""
+        if not self.keys:
+            return None
+        first = self.keys[0].progress
+        is_known = first.keys == len(self.keys) and (first.keys == 1 or first is self._joint)
+        return first if is_known else None
+
+    def apart(self) -> Sequence[Progress]:
+        """Return the progress of its keys, each once, which no other key has in common with them from now on.
+
+        Keys part where they were moved without others, and join those with equal progress again: as spans do
+        on a server, so that a list of keys that are always pushed together is counted as one.
+        """
+        if len(self.keys) == 1 and self.keys[0].progress.keys == 1:  # usual, and joint() is a call
+            return (self.keys[0].progress,)
+        if (joint := self.joint()) is not None:
+            return (joint,)
+        counts = Counter(map(_progress, self.keys))
+        own = {of: of if of.keys == keys else of.part(keys) for of, keys in counts.items()}
+        found = list(own.values())
+        if len(set(map(_counts, found))) == 1:
+            self._joint = found[0] if len(found) == 1 else replace(found[0], keys=len(self.keys))
+            found = [self._joint]
+            own = dict.fromkeys(own, self._joint)
         for key in self.keys:
-            key.is_refused = True
+            key.progress = own[key.progress]
+        return found
+
+    def numbers(self) -> Numbers:
+        """Return the number of the next push of each of its keys."""
+        joint = self.joint()
+        return alike([key.number for key in self.keys]) if joint is None else (joint.number,)
 
     def step(self, store: str, numbers: Sequence[int]) -> dict[int, StepPart]:
         """Return the step that a push of these keys is, by server; every rank comes to the same.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvps.core.worker.plan import MANY, Placed
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound
 from kvps.store import key_list
@@ -244,3 +245,44 @@ def test_lists_are_remembered_up_to_a_number(keys: KeyLists, monkeypatch: pytest
     assert again.names == ("a", "3")
     with pytest.raises(ConfigError, match="given twice"):
         keys.of(["a", "a"])
+
+
+class TestPlacedRows:
+    """Of many small rows, whose caller waits, the addresses are known."""
+
+    def many(self) -> tuple[KeyList, list[torch.Tensor]]:
+        names = tuple(f"k{at}" for at in range(MANY))
+        keys = KeyList(names, True, dict.fromkeys(names, Spec("float32", (4,))))
+        return keys, [torch.randn(4) for _ in names]
+
+    def test_their_addresses_are_those_of_the_tensors(self) -> None:
+        keys, values = self.many()
+        for _ in range(2):
+            rows = keys.rows(values, is_waited=True)
+            assert isinstance(rows, Placed)
+            assert rows.starts is not None
+            assert rows.starts.tolist() == [value.data_ptr() for value in values]
+            assert all(row is value for row, value in zip(rows, values, strict=True))
+
+    def test_sinks_count_as_changed_from_the_check_on(self) -> None:
+        keys, sinks = self.many()
+        before = [sink._version for sink in sinks]
+        assert type(keys.rows(sinks, as_sinks=True, is_waited=True)) is Placed
+        assert all(sink._version > version for sink, version in zip(sinks, before, strict=True))
+
+    def test_a_negated_value_is_not_read_by_its_address(self) -> None:
+        keys, values = self.many()
+        values[3] = torch._neg_view(values[3])
+        for _ in range(2):
+            assert type(keys.rows(values, is_waited=True)) is tuple
+        with torch.inference_mode():
+            assert type(keys.rows(values, is_waited=True)) is tuple
+
+    def test_nothing_is_read_by_address_that_no_guard_knows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+        keys, values = self.many()
+        assert type(keys.rows(values, is_waited=True)) is tuple
+
+    def test_a_caller_that_does_not_wait_may_give_them_other_memory(self) -> None:
+        keys, values = self.many()
+        assert type(keys.rows(values)) is tuple

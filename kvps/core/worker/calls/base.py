@@ -18,6 +18,7 @@ import enum
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import ClassVar, TypeVar, dataclass_transform
 
 import torch
@@ -33,6 +34,7 @@ from kvps.protocol.values import Load, Push
 
 Operation = Generator[Step, list[Packet], object]
 T = TypeVar("T")
+_is_refused = attrgetter("is_refused")
 Values = list[torch.Tensor]
 """A call's tensors, read as late as possible. When the caller stops waiting before that, the
 worker puts copies into the list."""
@@ -140,20 +142,19 @@ def number_push(
     if store.is_away:
         _demand_presence(store)
     plan = store.plans.get(names) or store.plan(names)
-    for key in plan.keys:
-        if key.is_refused:
-            yield from numbered(store, names, empty)
-            break
-    numbers: list[int] = []
-    sinces: list[int] = []
+    apart = plan.apart()
+    if any(map(_is_refused, apart)):
+        yield from numbered(store, names, empty)
+        apart = plan.apart()
+    if len(apart) == 1:
+        numbers, sinces = [apart[0].number] * len(plan.keys), [apart[0].since] * len(plan.keys)
+    else:
+        numbers, sinces = [key.number for key in plan.keys], [key.since for key in plan.keys]
     full: list[Key] = []
-    for key in plan.keys:
-        number = key.number
-        numbers.append(number)
-        sinces.append(key.since)
-        if number - key.applied >= WINDOW:
-            full.append(key)
-        key.number = key.since = number + 1
+    for progress in apart:
+        if progress.number - progress.applied >= WINDOW:
+            full += [key for key in plan.keys if key.progress is progress]
+        progress.number = progress.since = progress.number + 1
     if full:
         try:
             yield from _make_room(store, full)
@@ -199,7 +200,8 @@ def numbered(
     pushes of nothing, by which an added rank begins with one round everywhere; None for those of whole keys.
     """
     plan = store.plans.get(names) or store.plan(names)
-    if any(key.is_refused for key in plan.keys):
+    joint = plan.joint()
+    if any(map(_is_refused, plan.keys)) if joint is None else joint.is_refused:
         read = yield from read_versions(store, plan, ANY, ANY)
         found = read.by_key()
         begun: dict[str, int] = {}
@@ -234,4 +236,4 @@ def settle(store: WorkerStore, names: tuple[str, ...]) -> Steps:
     pushed = tuple(name for name in names if store.keys[name].number > store.keys[name].applied)
     if pushed:
         plan = yield from numbered(store, pushed)
-        yield from read_versions(store, plan, alike([key.number for key in plan.keys]), ANY)
+        yield from read_versions(store, plan, plan.numbers(), ANY)

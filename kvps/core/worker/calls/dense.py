@@ -36,7 +36,7 @@ from kvps.core.worker.consistent_read import (
     read_versions,
     settle_reads,
 )
-from kvps.core.worker.plan import ANY, Numbers, Priority, Rows, Sizes, TransferPlan, alike
+from kvps.core.worker.plan import ANY, Numbers, Placed, Priority, Rows, Sizes, TransferPlan, alike
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import KvpsError
@@ -59,7 +59,7 @@ views of them; HELD, if it finishes with :class:`~kvps.core.worker.consistent_re
 None if none are wanted."""
 
 
-def unshare(values: Values, sinks: Sequence[torch.Tensor], sizes: Sizes) -> None:
+def unshare(values: Values, sinks: tuple[torch.Tensor, ...], sizes: Sizes) -> None:
     """Replace by copies those values that lie, wholly or in part, where others of their call will be written.
 
     The answer to one request may be written before another request is made. A key may be written
@@ -74,8 +74,7 @@ def unshare(values: Values, sinks: Sequence[torch.Tensor], sizes: Sizes) -> None
         if 0 < abs(values[0].data_ptr() - sinks[0].data_ptr()) < sizes[0]:
             values[0] = values[0].clone()
         return
-    own_starts = np.fromiter(map(torch.Tensor.data_ptr, values), np.int64, len(sizes))
-    starts = np.fromiter(map(torch.Tensor.data_ptr, sinks), np.int64, len(sizes))
+    own_starts, starts = plans.addresses(values), plans.addresses(sinks)
     starts[sizes == 0] = 0  # an empty value lies nowhere
     order = np.argsort(starts)
     in_order = starts[order]
@@ -110,6 +109,12 @@ class PushValues(PushCall):
         """Return the gradients."""
         return self.rows
 
+    def forget_places(self) -> None:
+        """The caller waits no more."""
+        for rows in (self.rows, self.sinks):
+            if isinstance(rows, Placed):
+                rows.starts = None
+
     def returns_early(self, store: WorkerStore) -> bool:
         """Whether the caller goes on as soon as its values are copied, and hears of errors later.
 
@@ -122,17 +127,21 @@ class PushValues(PushCall):
         plan, numbers, sinces = yield from number_push(store, self.keys)
         groups = store.push_groups(plan) if plan.groups else (plan,)
         is_frozen = self.eager
+        rows: Rows = self.rows
+        if type(rows) is not Placed or not values or values[0] is not rows[0]:
+            rows = values  # or its caller waits no more
         if isinstance(self.sinks, tuple) and (len(groups) > 1 or len(plan.shares) > 1):
-            if len(groups) == 1 and _are_copied(store, plan, values):
+            if len(groups) == 1 and _are_copied(store, plan, rows):
                 is_frozen = True  # all are copied before any is written
             else:
+                rows = values
                 unshare(values, self.sinks, plan.sizes)
         sink = HeldValues(range(len(plan.keys))) if isinstance(self.sinks, Views) else self.sinks
         reads: list[ReadTracker] = []
         requests: list[Request] = []
         try:
             for group in groups:
-                requests += self._pushed(store, group, values, numbers, sinces, sink, reads)
+                requests += self._pushed(store, group, rows, numbers, sinces, sink, reads)
             for request in requests if is_frozen else ():
                 request.freeze()
             if self.is_step:
@@ -191,7 +200,7 @@ class PushValues(PushCall):
         return requests
 
 
-def _are_copied(store: WorkerStore, plan: TransferPlan, values: Values) -> bool:
+def _are_copied(store: WorkerStore, plan: TransferPlan, values: Rows) -> bool:
     """Whether all values are small, and are copied on their way."""
     return all(
         share.units is not None
@@ -237,7 +246,7 @@ class PullValues(ReadCall):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan = yield from numbered(store, self.keys)
-        after = alike([key.number for key in plan.keys])
+        after = plan.numbers()
         sink = HeldValues(range(len(plan.keys))) if isinstance(self.sinks, Views) else self.sinks
         assert sink is not None
         yield from read(store, plan, sink, after, (self.min_version,), self.priority)
@@ -293,5 +302,5 @@ class Versions(ReadCall):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan = yield from numbered(store, self.keys)
-        read = yield from read_versions(store, plan, alike([key.number for key in plan.keys]), ANY)
+        read = yield from read_versions(store, plan, plan.numbers(), ANY)
         return [min((version for version, _ in parts.values()), default=0) for parts in read.by_key()]

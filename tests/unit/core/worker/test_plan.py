@@ -7,12 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvps.core.worker.plan import (
+    HERE,
     MANY,
     PIECES_MAX,
     ChunkSlice,
     Key,
     PieceLocation,
+    Placed,
     TransferPlan,
+    addresses,
     alike,
     allocate,
     cut,
@@ -368,6 +371,33 @@ class TestManySmallKeys:
         assert torch.equal(torch.stack(rows).view(-1), torch.arange(6.0 * MANY))
         assert all(row._version > version for row, version in zip(rows, before, strict=True))
 
+    @pytest.mark.parametrize("shape", [(4,), (2, 3), (1,)])
+    def test_placed_rows_are_read_and_written_by_their_addresses(self, shape: tuple[int, ...]) -> None:
+        share, rows = self.share(*shape), [torch.randn(shape) for _ in range(MANY)]
+        placed = Placed(rows)
+        placed.starts = addresses(rows)
+        (sent,) = share.gather(placed, PRIVATE, "server 0")
+        assert torch.equal(sent, torch.cat([row.ravel() for row in rows]))
+        share.scatter(sent * 2, placed)
+        assert torch.equal(torch.cat([row.ravel() for row in rows]), sent * 2)
+        here = share.gather(placed, PRIVATE, HERE)
+        assert torch.equal(torch.cat(here), sent * 2)
+        placed.starts = None  # its caller waits no more
+        assert torch.equal(share.gather(placed, PRIVATE, "server 0")[0], sent * 2)
+
+    def test_parts_of_keys_lie_behind_their_beginnings(self) -> None:
+        spec = Spec("float32", (8,))
+        pieces = [
+            (PieceLocation(0, 1, 4 * at, 4, 4), PieceLocation(1, 2, 4 * at, 4, 0)) for at in range(MANY)
+        ]
+        plan = make([Key(f"k{at}", spec, pieces[at]) for at in range(MANY)])
+        rows = Placed([torch.randn(8) for _ in range(MANY)])
+        rows.starts = addresses(rows)
+        for share in plan.shares:
+            (sent,) = share.gather(rows, PRIVATE, f"server {share.server}")
+            part = slice(4, 8) if share.server == 0 else slice(0, 4)
+            assert torch.equal(sent, torch.cat([row[part] for row in rows]))
+
     def test_a_row_that_is_given_twice_has_its_last_value(self) -> None:
         row = torch.zeros(1)
         self.share(1).scatter(torch.arange(float(MANY)), [row] * MANY)
@@ -404,3 +434,59 @@ def test_shares_of_several_chunks_are_cut_one_by_one() -> None:
     ]
     assert [share.size for share in cut(plan, 1).shares] == [1] * 8, "at least an element"
     assert cut(plan, 1 << 20).shares == plan.shares
+
+
+class TestProgress:
+    """Keys that are always pushed together are counted as one."""
+
+    def keys(self, count: int) -> list[Key]:
+        return [key(f"k{at}", PieceLocation(0, 1, 4 * at, 4, 0)) for at in range(count)]
+
+    def test_keys_that_move_together_have_it_in_common(self) -> None:
+        keys = self.keys(3)
+        plan = make(keys)
+        assert plan.joint() is None
+        (progress,) = plan.apart()
+        progress.number = 5
+        assert [one.number for one in keys] == [5, 5, 5]
+        assert plan.joint() is progress
+        assert plan.apart()[0] is progress
+        assert plan.numbers() == (5,)
+
+    def test_a_key_that_moves_alone_parts_from_the_others(self) -> None:
+        keys = self.keys(3)
+        plan, others = make(keys), make(keys[1:])
+        (progress,) = plan.apart()
+        progress.number = 5
+        keys[0].number = 6
+        assert [one.number for one in keys] == [6, 5, 5]
+        assert plan.joint() is None
+        assert list(plan.numbers()) == [6, 5, 5]
+        assert len(plan.apart()) == 2
+        assert plan.joint() is None
+        assert others.apart()[0] is progress  # which is that of all others
+        others.apart()[0].number = 6
+        assert len(plan.apart()) == 1
+        assert plan.numbers() == (6,)
+
+    def test_a_part_of_the_keys_leaves_the_others_as_they_are(self) -> None:
+        keys = self.keys(4)
+        whole, part = make(keys), make(keys[:2])
+        whole.apart()
+        (progress,) = part.apart()
+        progress.applied = progress.number = 2
+        progress.read(7)
+        assert [one.applied for one in keys] == [2, 2, 0, 0]
+        assert [one.others for one in keys] == [7, 7, None, None]
+        keys[3].read(1)
+        assert [one.others for one in keys] == [7, 7, None, 1]
+        part.refuse()
+        assert [one.is_refused for one in keys] == [True, True, False, False]
+
+    def test_the_same_keys_in_another_order_have_the_same(self) -> None:
+        keys = self.keys(3)
+        plan, other = make(keys), make(keys[::-1])
+        (progress,) = plan.apart()
+        assert other.joint() is None
+        assert other.apart() == [progress]
+        assert other.joint() is plan.joint() is progress
