@@ -12,6 +12,10 @@ examples:
                                   own link (root, Linux)
   {name} --network 8@1x4 --systems kvps gloo    8 workers on one host
   {name} --network 2x2 --rate 100mbit --systems kvps "kvps 2bit"
+  {name} kills --seconds 60      a table by its name, with the flags of its benchmark
+
+tables, each with its peers in the same run:
+{tables}
 
 systems: those of kvps bench, and mxnet, 'mxnet sgd', ray; 'kvps apart' only if --systems names it.
   docs/benchmarks.md explains each, and how to make an environment for MXNet
@@ -29,6 +33,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from benchmarks.compare import named
 from kvps.cli import flags
 from kvps.tools.bench import command as bench
 
@@ -37,7 +42,7 @@ NAME = "python -m benchmarks.compare"
 
 def parser() -> flags.Parser:
     """Return the parser of its flags."""
-    found = flags.Parser(NAME, __doc__, times=bench.TIMES)
+    found = flags.Parser(NAME, __doc__, times=bench.TIMES, tables=named.listing())
     found.usage = "%(prog)s [flags]"
     bench.add_flags(found)
     add = found.add_argument
@@ -54,6 +59,8 @@ def parser() -> flags.Parser:
 @flags.command(NAME)
 def main(argv: Sequence[str]) -> int:
     """Run the command."""
+    if argv and argv[0] in named.TABLES:
+        return named.run(argv[0], argv[1:])
     parsed = parser().parse_args(argv)
     flags.start_log(NAME, parsed)
     with bench.measuring() as reaper:
