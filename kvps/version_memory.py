@@ -146,7 +146,7 @@ class VersionMemory:
         octets = self._octets[part.to : part.to + part.size]
         if message.size:
             self.bytes_read += message.size
-            deltas.apply(octets, part.width, message.count, message.runs, packet.payload[0])
+            deltas.apply(octets, part.width, message.count, message.run_count, packet.payload[0])
         if message.check and message.check != 1 << 32 | zlib.crc32(octets.data):
             self.unproved.append((server, block, part))
         return True

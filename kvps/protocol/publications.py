@@ -180,7 +180,7 @@ class Changes(Answer):
 
     count: int = 0
     """How many there are."""
-    runs: int = 0
+    run_count: int = 0
     """In how many runs; 0 if they are scattered."""
     check: int = 0
     """The CRC-32 of the octets when that is done, plus 2^32; 0 if the server knows that nothing has changed

@@ -70,6 +70,13 @@ def test_messages_have_hashes_and_new_fields_come_last(cls: type[Message]) -> No
     assert has_default == sorted(has_default)
 
 
+def test_runs_of_a_message_can_be_counted() -> None:
+    """A recording counts them, of every message that has a field of this name."""
+    fields = [cls.__annotations__["runs"] for cls in MESSAGES.values() if "runs" in cls.__annotations__]
+    assert fields
+    assert all(kind.startswith("tuple") for kind in fields)
+
+
 def test_roles_and_nodes_read_well() -> None:
     assert [str(role) for role in Role] == ["scheduler", "server", "worker", "standby", "reader"]
     assert str(Node(Role.SCHEDULER, 0)) == "scheduler"
