@@ -159,20 +159,29 @@ def as_whole(name: str, given: str) -> int:
     return int(value)
 
 
-def as_workers(name: str, given: str) -> tuple[int, int]:
+def as_range(name: str, given: str, role: str = "workers") -> tuple[int, int]:
     """Return the numbers of ``N`` or ``N:MAX``, and 0 for a missing ``MAX``.
 
     Raises:
         ConfigError: if it is neither.
     """
     first, colon, most = given.partition(":")
-    workers, most_workers = as_whole(name, first), as_whole(name, most) if colon else 0
-    if colon and most_workers < workers:
+    begins, limit = as_whole(name, first), as_whole(name, most) if colon else 0
+    if colon and limit < begins:
         raise ConfigError(
-            f"{name}={given}: the second number is the most workers that the job may have, and cannot be "
+            f"{name}={given}: the second number is the most {role} that the job may have, and cannot be "
             "below the first"
         )
-    return workers, most_workers
+    return begins, limit
+
+
+def as_ranks(name: str, given: str) -> tuple[int, ...]:
+    """Return the ranks in ``R`` or ``R,R,...``.
+
+    Raises:
+        ConfigError: if they are none.
+    """
+    return tuple([as_whole(name, rank) for rank in given.split(",")])
 
 
 def as_replicas(name: str, given: str) -> int:

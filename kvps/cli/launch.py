@@ -107,7 +107,8 @@ def _parser() -> flags.Parser:
     )
     parser.add_flags(
         {
-            "-s --servers --num-servers S": "number of servers (N); 0 for a script without servers, as with "
+            "-s --servers --num-servers S[:MAX]": "number of servers (N); with MAX, kvps scale can spread them over "
+            "up to MAX processes while the job runs; 0 for a script without servers, as with "
             "the allreduce store",
             "--replicas R": "0 or 1: with 1 each server has a copy in another server's process, which takes its "
             "place when it is lost; needs 2 or more servers; KVPS_REPLICAS (0)",
@@ -175,8 +176,10 @@ def main(argv: Sequence[str]) -> int:
     if manifests := annexes.load("dry-run").text_if_any(parsed, command):
         print(manifests, end="")
         return 0
-    workers, most_workers = config.as_workers("-n", parsed.workers)
-    servers = workers if parsed.servers is None else config.as_whole("-s", parsed.servers)
+    workers, most_workers = config.as_range("-n", parsed.workers)
+    servers, most_servers = workers, 0
+    if parsed.servers is not None:
+        servers, most_servers = config.as_range("-s", parsed.servers, "server processes")
     if workers < 1:
         raise ConfigError(f"-n {workers}: use 1 or more workers")
     replicas = flags.setting(parsed, "replicas", config.as_replicas, 0)
@@ -203,6 +206,7 @@ def main(argv: Sequence[str]) -> int:
         workers=workers,
         servers=servers,
         most_workers=most_workers,
+        most_servers=most_servers,
         max_restarts=restarts,
         env=env,
         role_env=_of_role(parsed, http, is_local=remote is None),

@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     flags.start_log(NAME, parsed)
     found, fd = config.dmlc_cluster(), parsed.report_fd
     default_size = (found.workers, 0) if found is not None and found.workers is not None else None
-    size = flags.setting(parsed, "workers", config.as_workers, default_size)
+    size = flags.setting(parsed, "workers", config.as_range, default_size)
     servers = flags.setting(parsed, "servers", config.as_whole, found.servers if found else None)
     if size is None or servers is None:
         raise ConfigError("the number of members is missing: give --workers N --servers S")

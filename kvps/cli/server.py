@@ -54,7 +54,7 @@ def _parser() -> flags.Parser:
             "--bind tcp://HOST:PORT": "address to listen at; port 0: any free port; KVPS_BIND (tcp://127.0.0.1:0)",
             "--advertise HOST": "the address that workers connect to, if --bind is tcp://0.0.0.0:...; "
             "KVPS_ADVERTISE (the address of this machine that the scheduler sees)",
-            "--rank R": "the rank of this server; KVPS_RANK (any)",
+            "--rank R[,R...]": "the rank of this server, or of the servers that this process holds; KVPS_RANK (any)",
             "--threads T": "number of compute threads; KVPS_THREADS (torch's default)",
             "--memory-limit BYTES": "refuse keys and optimizers beyond this limit, such as 512M or 2G; "
             "KVPS_MEMORY_LIMIT (80 %% of memory)",
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     threads = flags.setting(parsed, "threads", _threads, None)
     limit = flags.setting(parsed, "memory_limit", config.as_bytes, None)
     limits = flags.limits_of(parsed, "server")
-    rank = flags.setting(parsed, "rank", config.as_whole, None)
+    ranks: tuple[int, ...] = flags.setting(parsed, "rank", config.as_ranks, tuple[int, ...]())
     grace_s = flags.setting(parsed, "grace", config.as_seconds, GRACE_S)
     advertise = flags.setting(parsed, "advertise", lambda _, given: given, None)
     plugins = parsed.plugin or [plugin for plugin in (config.text("KVPS_PLUGIN") or "").split(",") if plugin]
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
     return run_server(
         scheduler,
         bind,
-        rank=rank,
+        ranks=ranks,
         memory_limit=limit,
         table_dir=parsed.table_dir or config.text("KVPS_TABLE_DIR"),
         threads=threads,

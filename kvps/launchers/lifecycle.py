@@ -97,6 +97,18 @@ class LaunchPlan:
     """Other hosts for workers and servers; None if all processes run on this machine."""
     most_workers: int = 0
     """Workers may be added until there are so many; 0 if none may."""
+    most_servers: int = 0
+    """So many processes may hold servers, each of which is a seat of its own; 0 for no more than at first."""
+
+    @property
+    def seats(self) -> int:
+        """The number of servers; processes hold several where more of them may come."""
+        return self.most_servers or self.servers
+
+    def ranks_of(self, process: int) -> str:
+        """Return the servers that one of the first processes holds, or one that came later."""
+        first = range(process, self.seats, self.servers) if process < self.servers else [process]
+        return ",".join(map(str, first))
 
 
 class LaunchStage(enum.IntEnum):
@@ -238,7 +250,7 @@ class Launch:
         """Show on a terminal how many processes have joined, until all have."""
         if not self._output.has_status:
             return
-        total = self._plan.workers + self._plan.servers
+        total = self._plan.workers + self._plan.seats
         text = "" if taken >= total else bar_text(taken, total, "processes have joined")
         self._output.set_status(text)
 
@@ -246,7 +258,7 @@ class Launch:
 
     def _start_scheduler(self, life: int) -> None:
         most = range_of(self._plan.workers, self._plan.most_workers)
-        sizes: list[object] = ["--workers", most, "--servers", self._plan.servers]
+        sizes: list[object] = ["--workers", most, "--servers", self._plan.seats]
         sizes += ["--replicas", self._plan.replicas] if self._plan.replicas else []
         place = ["--bind", f"tcp://{self._host}:0"] if self._foothold is None else self._foothold.flags
         http = [] if self._plan.http is None else ["--http", self._plan.http]
@@ -279,7 +291,7 @@ class Launch:
         if self._plan.remote is None:  # else its host decides
             words += ["--bind", "tcp://127.0.0.1:0"]
             if config.text("KVPS_MEMORY_LIMIT", env=self._env_of("server")) is None:
-                words += ["--memory-limit", share_bytes(self._plan.servers * (1 + self._plan.replicas))]
+                words += ["--memory-limit", share_bytes(self._plan.seats * (1 + self._plan.replicas))]
         self._start("server", rank, life, words)
 
     def _start_more_servers(self, count: int) -> None:
@@ -295,7 +307,16 @@ class Launch:
         self._start("worker", rank, life, [*final, *grace, "--", *self._plan.command])
 
     def _start(self, role: str, rank: int, life: int, more: Sequence[object]) -> None:
-        place = [] if role == "scheduler" else ["--scheduler", self._scheduler, "--rank", rank]
+        place = (
+            []
+            if role == "scheduler"
+            else [
+                "--scheduler",
+                self._scheduler,
+                "--rank",
+                self._plan.ranks_of(rank) if role == "server" else rank,
+            ]
+        )
         is_bare = self._plan.is_keyless and self._plan.remote is not None
         bare = ["--insecure"] if is_bare or self._plan.is_http_insecure else []
         logged = ["--log-level", self._plan.log_level]
@@ -548,9 +569,9 @@ class Launch:
     def _stop_members(self, number: int) -> None:
         """Ask the commands to end; servers and scheduler follow."""
         left_s = max(0.0, self._grace_until - time.monotonic())
-        has_workers = any(child.role == "worker" for child in self._children.values())
-        number = number if has_workers and number == signal.SIGINT else signal.SIGTERM
-        role = "worker" if has_workers else None
+        has_range = any(child.role == "worker" for child in self._children.values())
+        number = number if has_range and number == signal.SIGINT else signal.SIGTERM
+        role = "worker" if has_range else None
         self._enter(LaunchStage.STOPPING, STOP_MAX_S + left_s, number, role)
 
     def _go_on(self) -> None:

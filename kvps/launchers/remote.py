@@ -158,7 +158,8 @@ class Placement:
 
     def host_of(self, role: str, rank: int) -> str:
         """Return the host of a worker or server."""
-        return self._of[role, rank]
+        known = self._of.get((role, rank))
+        return self.hosts[rank % len(self.hosts)] if known is None else known  # one that came later
 
     def count_on(self, host: str, *roles: str) -> int:
         """Return how many processes of these roles a host has."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVarTuple
@@ -51,10 +51,10 @@ class ServerParts:
     """All parts of one process.
 
     Args:
-        make: makes a part that wants to be a standby.
+        make: makes a part that wants the seat of a server, by its rank; or of any standby, by None.
     """
 
-    def __init__(self, make: Callable[[], Part]) -> None:
+    def __init__(self, make: Callable[[int | None], Part]) -> None:
         self._make = make
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Part] = {}
@@ -62,9 +62,16 @@ class ServerParts:
         self._first: Part | None = None
         self._last = Exit(0, "")
 
-    def run(self, first: Part) -> Exit:
-        """Run ``first`` in this thread, and with it all others; return how the last that served has ended."""
+    def run(self, first: Part, ranks: Sequence[int] = ()) -> Exit:
+        """Run ``first`` in this thread, and with it all others; return how the last that served has ended.
+
+        Args:
+            first: a server.
+            ranks: of more servers, which this process holds, too.
+        """
         self._first = first
+        for rank in ranks:
+            self.begin(rank)
         ending = drive(first.core, first.transport, first.inbox, _Listener(self, first), lens=first.lens)
         _close(first)
         if not self._is_ending:
@@ -106,13 +113,13 @@ class ServerParts:
         for thread, _ in self._living():
             thread.join(END_MAX_S)
 
-    def begin(self, *, if_none_waits: bool = False) -> None:
+    def begin(self, rank: int | None = None, *, if_none_waits: bool = False) -> None:
         """Start one more part; called when the one that waited has got a seat, or another is wanted."""
         with self._lock:
             waits = any(part.core.member.welcome is None for part in self._threads.values())
             if self._is_ending or self._retires or (if_none_waits and waits):
                 return
-            part = self._make()
+            part = self._make(rank)
             thread = threading.Thread(target=self._run, args=(part,), name="kvps standby", daemon=True)
             self._threads[thread] = part
             thread.start()
@@ -134,7 +141,7 @@ class ServerParts:
                 log.warning("this process hosts no standby: %s", ending.reason)
             elif member.welcome is not None:
                 self._last = ending
-                log.info("a standby ends: %s", ending.reason)
+                log.info("a part of this process ends: %s", ending.reason)
         except Exception:  # nobody joins this thread for its result: the log must have it
             log.exception("a standby failed")
         finally:

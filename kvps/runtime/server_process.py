@@ -46,7 +46,7 @@ def run_server(
     scheduler: str,
     bind: str,
     *,
-    rank: int | None = None,
+    ranks: Sequence[int] = (),
     memory_limit: int | None = None,
     table_dir: str | None = None,
     threads: int | None = None,
@@ -65,7 +65,7 @@ def run_server(
     Args:
         scheduler: where the scheduler listens.
         bind: where to listen.
-        rank: which server to be; None for any.
+        ranks: which servers to be; none of them for any one.
         memory_limit: bytes of weights, second buffers, sums of open rounds and optimizer state; keys and
             optimizers beyond it are refused. None is 80 % of what the machine, or the container, has.
         table_dir: where rows of embedding tables lie that are beyond ``memory_limit``; None to refuse them.
@@ -98,12 +98,12 @@ def run_server(
     tier = None if table_dir is None else partial(tier_in, table_dir)
     identity = replace(
         own_identity(Role.SERVER, scheduler, keys),
-        rank=rank,
+        rank=ranks[0] if ranks else None,
         endpoint=_reachable(listens, scheduler, advertise, join_max_s),
         join_max_s=join_max_s,
     )
     every_s = None if checkpoint_dir is None else checkpoint_every_s
-    limit = share_bytes() if memory_limit is None else memory_limit
+    limit = share_bytes(max(1, len(ranks))) if memory_limit is None else memory_limit
     lenses = annexes.load("lenses")
     now, threads = time.monotonic(), torch.get_num_threads()
     header = {
@@ -117,7 +117,7 @@ def run_server(
     }
     record = lenses.recorder(header, annexes.load("recorded-values").dumps)
     core = Server(identity, now, limit, lenses.recorded(memory, record), threads, every_s, limits, tier)
-    logs.speak_as(lambda: logs.Speaker("server", core.member.rank if core.member.welcome else rank))
+    logs.speak_as(lambda: logs.Speaker("server", core.member.rank if core.member.welcome else identity.rank))
     inbox: Inbox[Server] = Inbox(transport)
     inbox.put(Server.start)
 
@@ -125,21 +125,21 @@ def run_server(
         tagged = limits.tagged_checkpoints
         return None if checkpoint_dir is None else StorageThread(checkpoint_dir, inbox, tagged)
 
-    def standby() -> Part:
+    def part(rank: int | None) -> Part:
         """Return another server of this process, at a port and with a key of its own."""
         own = None if keys is None else replace(keys, session=new_pair())
         near = f"tcp://{config.host_of(bind)}:0"
         opened, memory, listens = open_transport(near, own, limits)
         endpoint = f"tcp://{config.host_of(identity.endpoint)}:{config.port_of('', listens)}"
         public = "" if own is None else own.session.public
-        second = replace(identity, rank=None, endpoint=endpoint, public_key=public, standby=True)
+        second = replace(identity, rank=rank, endpoint=endpoint, public_key=public, standby=rank is None)
         core = Server(second, time.monotonic(), limit, memory, threads, every_s, limits, tier)
         inbox: Inbox[Server] = Inbox(opened)
         inbox.put(Server.start)
         lens = lenses.member_lens(Role.SERVER, opened, core.member.envelope, lambda: core.counts)
         return Part(core, opened, inbox, archive(inbox), lens)
 
-    parts = ServerParts(standby)
+    parts = ServerParts(part)
     sampler = Sampler(inbox, state_of, lambda core: core.counts, lambda: network_values(transport.refused))
     with (
         MemoryWatch(lambda used, total: parts.put(Server.on_memory, used, total)),
@@ -154,7 +154,7 @@ def run_server(
         lenses.dumping_at_signal(inbox, record),
     ):
         lens = lenses.member_lens(Role.SERVER, transport, core.member.envelope, lambda: core.counts, record)
-        ending = parts.run(Part(core, transport, inbox, archive(inbox), lens))
+        ending = parts.run(Part(core, transport, inbox, archive(inbox), lens), ranks[1:])
     if record is not None:
         record.close(core)
     who = f"server {core.member.rank}" if core.member.welcome else "server"

@@ -269,3 +269,13 @@ def test_ranks_of_other_launchers(rank: str, size: str) -> None:
     assert found == config.World(2, 4, "host", 29500)
     with pytest.raises(ConfigError, match="started 4 processes"):
         config.world(env)
+
+
+def test_ranges_and_ranks_of_members() -> None:
+    assert config.as_range("-n", "3") == (3, 0)
+    assert config.as_range("-s", "2:6", "server processes") == (2, 6)
+    with pytest.raises(ConfigError, match="-s=2:1: the second number is the most server processes"):
+        config.as_range("-s", "2:1", "server processes")
+    assert config.as_ranks("--rank", "0,2,4") == (0, 2, 4)
+    with pytest.raises(ConfigError, match="--rank"):
+        config.as_ranks("--rank", "0,x")

@@ -168,7 +168,10 @@ class Scheduler:
         except KvpsError as error:
             if isinstance(message, p.Hello):
                 self.job.seats.claims.close(route)
-                self._note_refusal(f"{shown(message.host):.60}:{message.pid}", error, now)
+                if (
+                    self.job.settings.replicas or not message.features & p.STANDBY_FEATURE
+                ):  # else it came late
+                    self._note_refusal(f"{shown(message.host):.60}:{message.pid}", error, now)
             self.job.counts.refused(error)
             self.job.send(route, p.Error(envelope.seq, error.code, str(error)))
         self.job.flush(self.outbox)

@@ -110,7 +110,10 @@ class Settings:
     @property
     def advice(self) -> str:
         """The way to more servers than the job has seats for."""
-        return "To have more, start the job with --servers, or kvps-launch with -s, of that number"
+        return (
+            "For more, start kvps-launch with -s S:MAX, or kvps-scheduler with --servers MAX and each "
+            "kvps-server with the ranks that it holds (--rank 0,1)"
+        )
 
     @property
     def workers_range(self) -> str:

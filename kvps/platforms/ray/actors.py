@@ -137,7 +137,7 @@ class KvpsServer:
         code = run_server(
             scheduler,
             f"tcp://{node_address()}:0",
-            rank=rank,
+            ranks=(rank,),
             memory_limit=share_bytes(neighbours) if memory_limit is None else memory_limit,
             threads=config.whole("KVPS_THREADS"),
             plugins=[plugin for plugin in (config.text("KVPS_PLUGIN") or "").split(",") if plugin],

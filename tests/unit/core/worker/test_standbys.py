@@ -10,6 +10,7 @@ from kvps.core.worker.kept_pushes import KeptPushes
 from kvps.errors import ServerLost, Timeout
 from kvps.protocol.envelope import Message, Node, Role
 from tests.simulation.cluster import Cluster
+from tests.simulation.test_moves import drain, moved, moving_job, slowly
 from tests.simulation.test_replicas import BEGIN_S, COPIED, job_of, lose_primary, train
 from tests.simulation.training import ON_TIME, play_with
 from tests.support.worker_harness import Bench, member, pull, push
@@ -27,6 +28,17 @@ def test_no_push_is_lost_with_a_server(after_s: float) -> None:
         cluster.network.at(BEGIN_S + after_s, lambda: lose_primary(cluster))
 
     play_with(job_of(has_optimizer=True), lambda *_: ON_TIME, COPIED, prepare)
+
+
+@pytest.mark.spec("R470")
+def test_a_worker_goes_on_with_the_next_holder_of_a_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvps.core.scheduler.standbys.GATHER_MAX_S", 0.0)
+    job = moving_job()
+    cluster = Cluster(2, 2, lambda rank: slowly(job, rank), 0, job.faults)
+    drain(cluster)
+    cluster.run(400)
+    cluster.ended_well()
+    assert moved(cluster) == [0]
 
 
 @pytest.mark.spec("R500")
