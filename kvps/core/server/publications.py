@@ -637,16 +637,14 @@ class Publications:
         for name, publication in islice(self.by_name.items(), SHOWN_MAX):
             newest = publication.versions.get(publication.newest)
             if newest is not None and newest.completed_at is not None:
+                age_s = max(0.0, self._context.meter.now - newest.completed_at)
                 values["kvps_publication_version", name] = publication.newest
-                values["kvps_publication_age_seconds", name] = max(
-                    0.0, self._context.meter.now - newest.completed_at
-                )
-            held = [
-                block.buffer for version in publication.versions.values() for block in version.blocks.values()
-            ]
-            values["kvps_publication_bytes", name] = sum(
-                [size for _, size in {(id(buffer), buffer.tensor.nbytes) for buffer in held}]
-            )
+                values["kvps_publication_age_seconds", name] = age_s
+            blocks = [block for version in publication.versions.values() for block in version.blocks.values()]
+            sizes = {
+                id(block.buffer): block.buffer.tensor.nbytes for block in blocks
+            }  # versions may share one
+            values["kvps_publication_bytes", name] = sum(sizes.values())
             for reader in self.readers.values():
                 if name in reader.uses:
                     values["kvps_publication_readers", f"{reader.uses[name][0]},{name}"] += 1

@@ -236,6 +236,14 @@ def test_versions_outlive_a_return_to_a_cut_and_end_with_the_job() -> None:
     fails(one.read(1, 0, 4), Mismatch, "expects HELLO first")
 
 
+def test_gauges_tell_the_bytes_of_a_version_that_is_not_complete() -> None:
+    one = stage()
+    one.put(1, 1.0, 2.0)
+    gauges = one.server.publications.gauges()
+    assert gauges["kvps_publication_bytes", "policy"] == 8
+    assert ("kvps_publication_version", "policy") not in gauges
+
+
 # --- readers --------------------------------------------------------------------------------------
 
 
