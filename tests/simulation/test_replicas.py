@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.server.server import Server
+from tests.simulation import test_compression as compression
 from tests.simulation import test_embeddings as embeddings
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults, Process
@@ -142,12 +144,11 @@ def test_anything_may_befall_any_one_packet_meanwhile(fate: Sequence[float]) -> 
 # --- embedding tables -----------------------------------------------------------------------------
 
 
-def with_tables(script: Callable[[embeddings.TableJob, int], Script]) -> Play:
+def once_level(script: Callable[[Any, int], Script]) -> Play:
     """Let a script begin when the copies are level."""
 
     def begin(job: Job, rank: int) -> Script:
         yield BEGIN_S
-        assert isinstance(job, embeddings.TableJob)
         return (yield from script(job, rank))
 
     return begin, lambda job, result: None
@@ -162,7 +163,7 @@ def table_job(recipe: EmbeddingSpec, steps: int = 5) -> embeddings.TableJob:
 @pytest.mark.spec("R445", "R446")
 def test_a_primary_with_a_table_may_die_at_any_packet() -> None:
     recipe = embeddings.recipe(admit=2, age=2, momentum=0.5, lr=1.0)
-    end_at_each_packet(table_job(recipe), lose_primary, with_tables(embeddings.train))
+    end_at_each_packet(table_job(recipe), lose_primary, once_level(embeddings.train))
 
 
 @pytest.mark.spec("R446")
@@ -194,7 +195,7 @@ def test_evictions_are_those_of_a_run_without_a_loss() -> None:
 
 @pytest.mark.spec("R445", "R447")
 def test_a_primary_with_several_tables_may_die_at_any_packet() -> None:
-    end_at_each_packet(table_job(embeddings.recipe(), 3), lose_primary, with_tables(embeddings.train_all))
+    end_at_each_packet(table_job(embeddings.recipe(), 3), lose_primary, once_level(embeddings.train_all))
 
 
 @pytest.mark.spec("R446")
@@ -202,7 +203,15 @@ def test_a_primary_with_several_tables_may_die_at_any_packet() -> None:
 def test_each_push_to_tables_counts_once_without_rounds(mode: str) -> None:
     job = table_job(embeddings.recipe(), 3)
     job.store = Store(mode=mode, staleness=2)
-    end_at_each_packet(job, lose_primary, (with_tables(embeddings.train_all_alone)[0], embeddings.is_sum))
+    end_at_each_packet(job, lose_primary, (once_level(embeddings.train_all_alone)[0], embeddings.is_sum))
+
+
+@pytest.mark.spec("R557")
+def test_a_primary_whose_values_are_pulled_compressed_may_die_at_any_packet() -> None:
+    job = compression.Compressed(5, 2, 2, 4, SIZES, has_optimizer=True, replicas=1)
+    job.ways, job.faults = ["pushpull", "push", "push, pull", "pushpull"], Faults(in_order=True)
+    job.store = Store(bigarray_bound=16)
+    end_at_each_packet(job, lose_primary, (once_level(compression.train)[0], compression.is_trained))
 
 
 def is_given_up(primary: Process) -> bool:

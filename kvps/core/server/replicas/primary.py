@@ -39,6 +39,7 @@ from kvps.core.server.replicas.state import by_text, copied_key, settings_of, se
 from kvps.core.server.replicas.tables import TableChanges
 from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.rules.rule import Rule
+from kvps.core.server.snapshot.capture import REST
 from kvps.core.server.store import ServerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import StorageError
@@ -461,12 +462,12 @@ class Replicator:
 
     def _copy_values(self, chunk: Chunk, start: int, stop: int) -> None:
         """Send elements of a chunk, by spans."""
-        if chunk.back is not None:
-            self.reason = self.reason or f"the values of store {chunk.store!r} are pulled compressed"
         width = BY_NAME[chunk.dtype].itemsize
         for span in list(chunk.spans_in(start, stop)):
             low, high = max(span.start, start), min(span.stop, stop)
             rows = {name: tensor[low:high].clone() for name, tensor in (chunk.state or {}).items()}
+            if chunk.back is not None and chunk.back.owes(low, high):
+                rows[REST] = chunk.back.residual[low:high].clone()
             fields = tuple([p.Field(name, dtype_of(row).id, len(row)) for name, row in rows.items()])
             message = p.CopyValues(
                 chunk.number,

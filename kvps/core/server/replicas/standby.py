@@ -23,6 +23,7 @@ from kvps.core.server.publications import Publications
 from kvps.core.server.replicas import tables
 from kvps.core.server.replicas.state import by_rank
 from kvps.core.server.rules.book import RuleBook
+from kvps.core.server.snapshot.capture import REST
 from kvps.core.server.store import Setting, Shard
 from kvps.dtypes import BY_ID, Spec
 from kvps.errors import KvpsError
@@ -238,11 +239,19 @@ class Follower:
         store = self._context.stores[chunk.store]
         weights, *rows = payload
         chunk.overwritable(start, stop).part(start, stop).copy_(from_frame(weights, chunk.dtype))
-        if rows:
-            states = {
-                field.name: from_frame(row, BY_ID[field.dtype].name)
-                for field, row in zip(message.fields, rows, strict=True)
-            }
+        states = {
+            field.name: from_frame(row, BY_ID[field.dtype].name)
+            for field, row in zip(message.fields, rows, strict=True)
+        }
+        residual = states.pop(REST, None)
+        if chunk.back is not None:  # its last steps are not copied: a worker with older values pulls all
+            chunk.back.forget(start, stop)
+        if residual is not None:
+            chunk.publish()
+            assert chunk.back is not None, "only float32 values have residuals"
+            for _, begin, end in chunk.pieces(start, stop):
+                chunk.back.revive(begin, residual[begin - start : end - start])
+        if states:
             store.restore(chunk, start, stop, message.step, states)
         for span in chunk.cut(start, stop):
             _put_history(span, message)

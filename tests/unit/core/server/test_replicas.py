@@ -509,21 +509,54 @@ def test_a_key_that_lies_on_another_server_now_is_gone_at_the_standby() -> None:
     assert alike(pair)
 
 
-@pytest.mark.spec("R501")
-def test_values_that_are_pulled_compressed_are_not_shown_beside_a_standby() -> None:
+@pytest.mark.spec("R557")
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_the_residuals_of_values_that_are_pulled_compressed_are_copied(has_optimizer: bool) -> None:
+    pair, piece = trained()
+    if not has_optimizer:
+        pair = Pair()
+        pair.primary.open()
+        pair.primary.init("w", [1.0, 2.0, 3.0])
+        (piece,) = pair.primary.pieces["w"]
+    first = 1 if has_optimizer else 0
+
+    def round_(stage: Stage, number: int, back: CodecSpec | None) -> list[float]:
+        for rank in range(2):
+            ask = replace(of(rank, push(piece, number)), back=back)
+            stage.say(rank, ask, torch.tensor([2.0, 0.37, -0.013 * number]))
+        return stage.values("w")
+
+    round_(pair.primary, first, CodecSpec(INT8))
+    pair.level()
+    round_(pair.primary, first + 1, CodecSpec(INT8))
+    pair.pump()
+    ends = [stage.server.context.chunks.by_number[piece.chunk].back for stage in (pair.primary, pair.standby)]
+    assert ends[0] is not None
+    assert ends[1] is not None
+    assert ends[0].residual[:3].any()
+    assert torch.equal(ends[0].residual[:3], ends[1].residual[:3])
+    pair.promote()
+    pair.primary.standby = 0
+    pair.primary.show()
+    pair.standby.pieces = pair.primary.pieces
+    for number, back in ((first + 2, CodecSpec(INT8)), (first + 3, None), (first + 4, None)):
+        ours, theirs = [round_(stage, number, back) for stage in (pair.primary, pair.standby)]
+        assert ours == theirs
+
+
+@pytest.mark.spec("R557")
+def test_residuals_that_are_spent_are_gone_at_the_standby() -> None:
     pair, piece = trained()
     pair.level()
-    pair.said.clear()
-    for rank in range(2):
-        ask = of(rank, push(piece, 1))
-        ask = replace(ask, back=CodecSpec(INT8))
-        pair.do(rank, ask, torch.tensor([2.0, 0.0, 0.0]))
-    pair.pump()
-    assert pair.primary.standings[-1].reason == "the values of store 'kv' are pulled compressed"
-    assert pair.primary.standings[-1].dismiss == LIFE
-    assert not heard(pair.said, p.Pulled), "the standby may still be given the seat, without the residuals"
-    pair.name(0)
-    assert len(heard(pair.said, p.Pulled)) == 2
+    for number, back in ((1, CodecSpec(INT8)), (2, None)):
+        for rank in range(2):
+            ask = replace(of(rank, push(piece, number)), back=back)
+            pair.do(rank, ask, torch.tensor([2.0, 0.37, -0.013]))
+        pair.pump()
+    (chunk,) = pair.standby.server.context.chunks.by_number.values()
+    assert chunk.back is not None
+    assert not chunk.back.owes(0, 3)
+    assert not chunk.back.residual.any()
 
 
 @pytest.mark.spec("R495")
