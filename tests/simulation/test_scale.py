@@ -196,12 +196,19 @@ class Full:
         self.settings = Settings(workers, servers)
         self.core = Scheduler(self.settings, JOB, 0.0)
         self.lives: dict[str, int] = {}
-        self.now = 50.0
-        for rank in range(servers):
-            self.join(Role.SERVER, rank)
-        for rank in range(workers):
-            self.join(Role.WORKER, rank)
         self.now = 53.0
+        seats = self.core.job.seats
+        *others, last = seats.by_node.values()
+        for number, other in enumerate(others, start=1):  # thousands join one by one only in minutes
+            role, rank = other.node
+            hello = Hello(*PROTOCOL, "kvps", 0, role, rank, f"host-{rank}", 1, f"tcp://h:{1 + rank}")
+            route = f"{role} {rank} 1".encode()
+            other.begin(number, hello, self.now)
+            other.links[route] = SeatLink(hello.host, 1, False, self.now)
+            seats.routes[route], seats.issued = other, number
+            self.lives[f"{role} {rank}"] = number
+        self.join(last.node.role, last.node.rank)
+        self.now += 200  # for so long no view follows one of all seats to so many
         self.core.check()
 
     def join(self, role: Role, rank: int, pid: int = 1) -> list[Send]:
@@ -220,27 +227,6 @@ class Full:
 
     def worker(self, rank: int, message: Any, seq: int = 0) -> list[Send]:
         return self.say(f"{Role.WORKER} {rank} 1", self.of(rank, seq), message)
-
-
-def taken_at_once(workers: int, servers: int) -> Full:
-    """A scheduler whose seats are all taken; thousands join one by one only in minutes."""
-    one = Full(1, 0)
-    one.settings = Settings(workers, servers)
-    one.core = Scheduler(one.settings, JOB, one.now)
-    seats = one.core.job.seats
-    *others, last = seats.by_node.values()
-    for number, other in enumerate(others, start=1):
-        role, rank = other.node
-        hello = Hello(*PROTOCOL, "kvps", 0, role, rank, f"host-{rank}", 1, f"tcp://h:{1 + rank}")
-        route = f"{role} {rank} 1".encode()
-        other.begin(number, hello, one.now)
-        other.links[route] = SeatLink(hello.host, 1, False, one.now)
-        seats.routes[route], seats.issued = other, number
-        one.lives[f"{role} {rank}"] = number
-    one.join(last.node.role, last.node.rank)
-    one.now += 200  # for so long no view follows one of all seats to so many
-    one.core.check()
-    return one
 
 
 @cache
@@ -317,7 +303,7 @@ def test_a_loss_costs_each_member_some_octets_however_many_there_are(
 ) -> None:
     """10,000 seats do not fit into a job yet: the answer to a status query has to fit into a head."""
     monkeypatch.setattr(seat, "SEATS_MAX", 10_000)
-    one, members = taken_at_once(workers, servers), workers + servers
+    one, members = Full(workers, servers), workers + servers
     for change in (Leave(False, -9, True, "killed by SIGKILL"), Leave(True, 0, True, "")):
         said = one.worker(3 if change.exit_code else 4, change)
         news = [
