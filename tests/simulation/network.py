@@ -132,7 +132,7 @@ class Network:
         """Sees each packet as its sender has it, in the order in which it says them."""
         self.checks = True
         """Whether every core checks itself after every event."""
-        self.clock_ns: Callable[[], int] = lambda: 0
+        self.clock_ns: Callable[[], int] | None = None
         """Tells processor time, if somebody wants to know what each role takes."""
         self.spent_ns: Counter[str] = Counter()
         """By role, what its rules took, and to encode and decode its packets."""
@@ -236,19 +236,19 @@ class Network:
 
         self.at(self.now + 0.01, tell)
 
-    def _spend(self, process: Process, act: Callable[[], T]) -> T:
+    def _spend(self, process: Process, act: Callable[..., T], *args: Any) -> T:
         """Count processor time for a role. What a script does when its call ends counts for its worker."""
-        if self._is_spending:
-            return act()
+        if self.clock_ns is None or self._is_spending:
+            return act(*args)
         self._is_spending, began = True, self.clock_ns()
-        done = act()
+        done = act(*args)
         self._is_spending = False
         self.spent_ns[process.name.partition(" ")[0]] += self.clock_ns() - began
         return done
 
     def perform(self, process: Process, door: None) -> None:
         """Do what a core asks for, of which a door was just called."""
-        self._spend(process, lambda: self._perform(process))
+        self._spend(process, self._perform, process)
 
     def _perform(self, process: Process) -> None:
         for effect in process.core.outbox.take():
@@ -415,11 +415,11 @@ class Network:
             packet = self._view[1]
         else:
             received = [Frame(memoryview(one), title) for one in memory]
-            packet = self._spend(target, lambda: self._judged(target, route, received))
+            packet = self._spend(target, self._judged, target, route, received)
             if packet is None:
                 return
-        if isinstance(packet.message, View | ViewChanges):
-            self._view = frames[0], packet
+            if type(packet.message) in (View, ViewChanges):
+                self._view = frames[0], packet
         if self.faults.lent and packet.payload:
             loans = tuple(Loan(1, 1, 0, len(one)) for one in packet.payload)
             packet = packet._replace(loans=loans)
