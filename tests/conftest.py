@@ -20,7 +20,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.support import claims, pairwise, summary, tiers
+from tests.support import claims, covering, pairwise, summary, tiers
 
 TESTS = Path(__file__).resolve().parent
 OTHERS_VARIABLES = (
@@ -37,7 +37,7 @@ REQUIREMENT = re.compile(r"^ *(?:[-*] +)?(?:\*\*\[(R\d+)\]\*\*|\[(R\d+)\](?![:(\
 
 ON_REQUEST = ("slow", "docker")
 COVERING = [TESTS / folder for folder in ("unit", "scenarios", "properties")]
-"""The tests that have to reach every branch of the rules: coverage is off in all others, and costs them nothing."""
+"""The tests that have to reach every branch of the rules: coverage is off in all others."""
 
 tiers.share_processors()
 tiers.go_around_proxies()
@@ -68,6 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     tiers.configure(config)
+    covering.configure(config, COVERING)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -114,8 +115,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tiers.spread(items, worker["workercount"])
     wanted = config.getoption("markexpr")
     for item in items:
-        if not any(map(item.path.is_relative_to, COVERING)):
-            item.add_marker("no_cover")
         for marker in ON_REQUEST:
             if item.get_closest_marker(marker) and marker not in wanted:
                 item.add_marker(pytest.mark.skip(reason=f"run with -m {marker}"))

@@ -74,21 +74,8 @@ def configure(config: pytest.Config) -> None:
             config.option.basetemp = os.path.join(folder, "t")
         config.add_cleanup(lambda: _remove(config, folder))
         config.pluginmanager.register(summary.Summary())
-    if hasattr(config, "workerinput"):
-        _end_outer_coverage(config)
     if config.getoption("--record"):
         config.pluginmanager.register(Costs(is_last=not hasattr(config, "workerinput")))
-
-
-def _end_outer_coverage(config: pytest.Config) -> None:
-    """End the coverage that pytest-cov begins in a worker of xdist before it begins that of the worker.
-
-    Without this, coverage that is off in a test goes back to the outer one: all tests are traced, at three times
-    the cost.
-    """
-    plugin = config.pluginmanager.getplugin("_cov")
-    if plugin is not None and plugin.cov_controller is not None:
-        plugin.cov_controller.pause()
 
 
 def _remove(config: pytest.Config, folder: str) -> None:
