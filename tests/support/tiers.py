@@ -27,7 +27,6 @@ SECONDS_OF_A_DAY = 86_400
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "durations.json"
 
-
 FAILED = pytest.StashKey[bool]()
 TERMINAL_VARIABLES = ("LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 """Variables by which a caller's terminal would change what tests see."""
