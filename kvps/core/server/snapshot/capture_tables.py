@@ -22,7 +22,7 @@ from kvps.core.server.store import ServerStore, Shard
 from kvps.errors import Mismatch
 from kvps.protocol.stores import Piece
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20
 """Bytes of the rows that are restored at once."""
 
 FilledTables = dict[tuple[str, str], EmbeddingRows]
