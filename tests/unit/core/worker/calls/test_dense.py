@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 import torch
 
+import kvps
 from kvps.core.worker import calls, connection
-from kvps.core.worker.calls.dense import unshare
-from kvps.core.worker.plan import MANY
+from kvps.core.worker.calls.dense import PushValues, unshare
+from kvps.core.worker.plan import MANY, Placed, make
 from kvps.errors import KeyNotFound, NonFinite, Timeout
 from kvps.protocol.stores import Declare, Declared, Find, Found, FoundAll, Piece, Place
 from kvps.protocol.values import Dropped, Pull, Pulled, Push, Stand
+from kvps.runtime.ticket import Ticket
 from tests.support.worker_harness import Bench, Readable, pull, push, values_of
 from tests.support.worker_with_key import FLOAT, HOT, bench, chunk, pulled, ready
 
@@ -197,3 +199,42 @@ def test_values_are_copied_where_others_of_their_call_are_written():
         unshare(given, sinks, np.array([one.nbytes for one in sinks]))
         assert [at for at, (a, b) in enumerate(zip(given, values, strict=True)) if a is not b] == (copied)
         assert all(torch.equal(*pair) for pair in zip(given, values, strict=True))
+
+
+class TestManySmallRows:
+    """They are read and written by their addresses, while their caller waits."""
+
+    def test_an_interrupted_caller_may_give_its_tensors_other_memory(self, monkeypatch) -> None:
+        names = [f"k{at}" for at in range(MANY)]
+        values, out = [torch.randn(3) for _ in names], [torch.zeros(3) for _ in names]
+        begun: list[PushValues] = []
+
+        def interrupt(ticket: Ticket) -> None:
+            raise KeyboardInterrupt
+
+        with kvps.create("local") as kv:
+            kv.init(names, values)
+            kv.pushpull(names, values, out=out)
+            assert all(map(torch.equal, out, values))
+            start = kv._start
+            monkeypatch.setattr(
+                kv, "_start", lambda call, limit_s: begun.append(call) or start(call, limit_s)
+            )
+            with monkeypatch.context() as patch:
+                patch.setattr(Ticket, "wait", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    kv.pushpull(names, values, out=out)
+        call = begun[0]
+        assert isinstance(call.rows, Placed)
+        assert isinstance(call.sinks, Placed)
+        assert call.rows.starts is call.sinks.starts is None
+
+    def test_values_without_addresses_have_none_to_forget(self) -> None:
+        call = PushValues("kv", ("a",), (torch.randn(2),), None, 0, False)
+        call.forget_places()
+        assert type(call.rows) is tuple
+
+    def test_a_plan_of_no_keys_has_no_progress(self) -> None:
+        plan = make([])
+        assert plan.joint() is None
+        assert not plan.apart()
