@@ -1,12 +1,19 @@
 """Published weights: what a version costs the trainer, and how soon and how fast readers have it.
 
     kvps-launch -n 1 -s 2 -- .venv/bin/python benchmarks/publish.py [--mb 256] [--turns 5] [--readers 0 1 4]
+    .venv/bin/python -m benchmarks.publish --link 1gbit [--mb 256] [--changed 0 0.02]      as root
 
 The worker publishes ``--mb`` megabytes of bfloat16, as a state dict and as keys, with so many readers; the
-last row has one reader that is stopped by SIGSTOP. Printed are medians over the turns, in milliseconds:
-``copy`` is one copy of these bytes by torch, ``publish`` the call in the trainer, ``learn`` from its return
-until the last reader knows the number, and ``read`` from there until that reader has all tensors. ``share``
-is the copy's time divided by that.
+last row has one reader that is stopped by SIGSTOP. With ``--changed``, that share of the elements changes
+between versions. With ``--link``, the trainer and each reader are hosts of their own, which are network
+namespaces behind links of that rate.
+
+Printed are medians over the turns, in milliseconds: ``copy`` is one copy of these bytes by torch, ``publish``
+the call in the trainer, ``learn`` from its return until the last reader knows the number, and ``read`` from
+there until that reader has all tensors. ``share`` is the time in which as many readers copy these bytes at
+once, divided by that. ``carried`` is what left by the trainer's link, in models.
+
+Beside them are a safetensors file, written and loaded, and a broadcast over gloo to as many processes.
 """
 
 from __future__ import annotations
@@ -17,7 +24,11 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -25,29 +36,74 @@ import kvps
 
 PIECES = 16
 """Tensors of the model."""
+SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+PORT = 9091
+GLOO_PORT = 29517
 
 
 def read(turns: int) -> None:
-    """Read versions as they come; print when each was known, and read."""
+    """Read versions as they come; print when each was known, and read, and the time of a copy."""
     with kvps.subscribe("bench") as versions:
-        target: dict[str, torch.Tensor] = {}
         number = versions.wait(timeout=60)
+        versions.fetch()
+        target: dict[str, torch.Tensor] = {}
         print("ready", flush=True)
         for _ in range(turns):
             number = versions.wait(newer_than=number, timeout=60)
             known = time.monotonic()
+            versions.fetch()
+            got = time.monotonic()
             if not target:
                 target = {name: torch.empty_like(tensor) for name, tensor in versions.tensors()}
-            else:
-                versions._fetched(60)  # as load(), without its copy
-            print(number, known, time.monotonic(), flush=True)
+                versions._is_given = False  # it is only copied from
+            began = time.monotonic()
+            versions.load(target)
+            print(number, known, got, time.monotonic() - began, flush=True)
 
 
-def measure(kv: kvps.KVStore, source: object, readers: int, turns: int, stops: bool) -> list[float]:
-    """Return the medians of publish, learn and read, in seconds."""
-    kv.publish("bench", source)
-    command = [sys.executable, __file__, "--read", str(turns)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(readers + stops)]
+def join(rank: int, size: int, turns: int, at: str, count: int) -> None:
+    """Take part in broadcasts; rank 0 prints the median time, until all ranks have the bytes."""
+    torch.distributed.init_process_group("gloo", init_method=at, rank=rank, world_size=size)
+    tensors = [torch.empty(count, dtype=torch.bfloat16) for _ in range(PIECES)]
+    times = []
+    for _ in range(turns + 1):
+        torch.distributed.barrier()
+        began = time.monotonic()
+        for tensor in tensors:
+            torch.distributed.broadcast(tensor, 0)
+        torch.distributed.barrier()
+        times.append(time.monotonic() - began)
+    if rank == 0:
+        print(f"gloo broadcast to {size - 1:>2}: {1e3 * statistics.median(times[1:]):.0f} ms", flush=True)
+    torch.distributed.destroy_process_group()
+
+
+def command(host: str, *arguments: str) -> list[str]:
+    """Return the command that runs this file on a host; "" is this one."""
+    return [*(["ip", "netns", "exec", host] if host else []), sys.executable, __file__, *arguments]
+
+
+def change(source: object, share: float) -> None:
+    """Change so large a share of the elements of a state dict, in random places."""
+    for tensor in source.values() if isinstance(source, dict) and share else ():
+        at = torch.randint(len(tensor), (int(share * len(tensor)),))
+        tensor.view(torch.int16)[at] ^= 1
+
+
+def measure(
+    publish: Callable[[], int],
+    change: Callable[[], None],
+    hosts: Sequence[str],
+    readers: int,
+    turns: int,
+    stops: bool,
+) -> list[float]:
+    """Return the medians of publish, learn, read and a reader's copy in seconds, and of bytes by the link."""
+    publish()
+    processes = [
+        subprocess.Popen(command(host, "--read", str(turns)), stdout=subprocess.PIPE, text=True)
+        for host in hosts[: readers + stops]
+    ]
     rows = []
     try:
         for process in processes:
@@ -56,18 +112,91 @@ def measure(kv: kvps.KVStore, source: object, readers: int, turns: int, stops: b
         if stops:
             os.kill(processes.pop().pid, signal.SIGSTOP)
         for _ in range(turns):
+            sent = int(SENT.read_text()) if hosts[0] else 0
+            change()
             began = time.monotonic()
-            number = kv.publish("bench", source)
+            number = publish()
             ended = time.monotonic()
             lines = [process.stdout.readline().split() for process in processes if process.stdout]
             assert all(int(line[0]) == number for line in lines)
             known = max([float(line[1]) for line in lines], default=ended)
             got = max([float(line[2]) for line in lines], default=known)
-            rows.append((ended - began, max(0.0, known - ended), got - known))
+            copy = max([float(line[3]) for line in lines], default=0.0)
+            sent = int(SENT.read_text()) - sent if hosts[0] else 0
+            rows.append((ended - began, max(0.0, known - ended), got - known, copy, sent))
     finally:
         for process in processes:
             process.kill()
     return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+def beside(state: dict[str, torch.Tensor], hosts: Sequence[str], readers: Sequence[int], turns: int) -> None:
+    """Measure what kvps is compared with."""
+    from safetensors.torch import load_file, save_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        path, times = Path(folder) / "model.safetensors", []
+        for _ in range(turns if not hosts[0] else 0):
+            began = time.monotonic()
+            save_file(state, path)
+            written = time.monotonic()
+            loaded = load_file(path)
+            for name, tensor in state.items():
+                tensor.copy_(loaded[name])  # it was only mapped
+            times.append((written - began, time.monotonic() - written))
+        if times:
+            write, load = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
+            print(f"safetensors: write {write:.0f} ms, load {load:.0f} ms", flush=True)
+    from benchmarks.compare.networks.namespaces import Namespaces
+
+    address = Namespaces.address(0) if hosts[0] else "127.0.0.1"
+    count = str(next(iter(state.values())).numel())
+    for size in readers:
+        ranks = [
+            subprocess.Popen(
+                command(
+                    host,
+                    "--join",
+                    str(rank),
+                    str(size + 1),
+                    str(turns),
+                    f"tcp://{address}:{GLOO_PORT}",
+                    count,
+                )
+            )
+            for rank, host in enumerate(["", *hosts[:size]] if size else [])
+        ]
+        for process in ranks:
+            process.wait()
+
+
+def on_links(rate: str, most: int, arguments: Sequence[str]) -> int:
+    """Run this file as a job on hosts behind links."""
+    from benchmarks.compare.networks.namespaces import Namespaces
+
+    tools = Path(sys.executable).parent
+    with Namespaces(1 + most, rate) as hosts:
+        address = f"{hosts.address(0)}:{PORT}"
+        scheduler = f"tcp://{address}"
+        os.environ.update(
+            KVPS_SCHEDULER=scheduler, KVPS_TRANSPORT="tcp", KVPS_INSECURE="1", GLOO_SOCKET_IFNAME="eth0"
+        )
+        server = [str(tools / "kvps-server"), "--bind", f"tcp://{hosts.address(0)}:0"]
+        names = [hosts.inside(1 + index, [])[-1] for index in range(most)]
+        worker = [str(tools / "kvps-worker"), "--", *command("", *arguments, "--hosts", *names)]
+        commands = [
+            [str(tools / "kvps-scheduler"), "--bind", scheduler, "--workers", "1", "--servers", "2"],
+            *[server, server],
+            worker,
+        ]
+        processes = [subprocess.Popen(hosts.inside(0, each)) for each in commands]
+        try:
+            return processes[-1].wait()
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait()
 
 
 def main() -> int:
@@ -76,11 +205,22 @@ def main() -> int:
     parser.add_argument("--mb", type=int, default=256)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--readers", type=int, nargs="*", default=[0, 1, 4])
+    parser.add_argument("--changed", type=float, nargs="*", default=[0.0])
+    parser.add_argument("--link", help="the rate of each host's link, as tc has it")
     parser.add_argument("--read", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--join", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--hosts", nargs="*", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.read is not None:
         read(flags.read)
         return 0
+    if flags.join is not None:
+        rank, size, turns, at, count = flags.join
+        join(int(rank), int(size), int(turns), at, int(count))
+        return 0
+    if flags.link is not None and flags.hosts is None:
+        return on_links(flags.link, max(flags.readers), sys.argv[1:])
+    hosts = flags.hosts or [""] * (1 + max(flags.readers))
     count = flags.mb * 1_000_000 // 2 // PIECES
     state = {f"w{index}": torch.randn(count).bfloat16() for index in range(PIECES)}
     target = [tensor.clone() for tensor in state.values()]
@@ -92,18 +232,30 @@ def main() -> int:
         times.append(time.monotonic() - began)
     copy = statistics.median(times)
     print(f"{flags.mb} MB; copy {1e3 * copy:.0f} ms")
-    print(f"{'source':12}{'readers':>18}{'publish':>9}{'learn':>8}{'read':>8}{'share':>7}")
+    beside(state, hosts, flags.readers, flags.turns)
+    titles = ("publish", "learn", "read", "share", "carried")
+    print(f"{'source':12}{'changed':>8}{'readers':>18}" + "".join(f"{title:>9}" for title in titles))
     with kvps.create("dist_sync", name="bench") as kv:
         kv.init(list(state), list(state.values()))
+
         for title, source in (("state dict", state), ("keys", list(state))):
-            for readers, stops in [*[(readers, False) for readers in flags.readers], (1, True)]:
-                publish, learn, took = measure(kv, source, readers, flags.turns, stops)
-                who = f"{readers} and 1 stopped" if stops else f"{readers}"
-                share = f"{copy / took:.2f}" if took else ""
-                print(
-                    f"{title:12}{who:>18}{1e3 * publish:9.1f}{1e3 * learn:8.1f}{1e3 * took:8.0f}{share:>7}",
-                    flush=True,
-                )
+            for changed in flags.changed if source is state else [0.0]:
+                runs = [(readers, False) for readers in flags.readers]
+                for readers, stops in runs if flags.hosts else [*runs, (1, True)]:
+                    found = measure(
+                        partial(kv.publish, "bench", source),
+                        partial(change, source, changed),
+                        hosts,
+                        readers,
+                        flags.turns,
+                        stops,
+                    )
+                    called, learn, took, copied, sent = found
+                    who = f"{readers} and 1 stopped" if stops else f"{readers}"
+                    share = f"{copied / took:.2f}" if took else ""
+                    carried = f"{sent / flags.mb / 1e6:.2f}" if flags.hosts else ""
+                    numbers = f"{1e3 * called:9.1f}{1e3 * learn:9.1f}{1e3 * took:9.0f}{share:>9}{carried:>9}"
+                    print(f"{title:12}{changed:8.2f}{who:>18}{numbers}", flush=True)
     return 0
 
 

@@ -137,12 +137,15 @@ class Reader:
 class Away:
     """Bytes on their way to a reader."""
 
-    __slots__ = ("_all", "_buffer", "_reader", "_size")
+    __slots__ = ("_all", "_buffer", "_count", "_reader", "_size")
 
-    def __init__(self, reader: Reader, size: int, buffer: Buffer | None, all_copies: Counter[str]) -> None:
+    def __init__(
+        self, reader: Reader, size: int, buffer: Buffer | None, all_copies: Counter[str], count: int
+    ) -> None:
         self._reader, self._size, self._buffer, self._all = reader, size, buffer, all_copies
+        self._count = count
         reader.away_bytes += size
-        reader.away_count += 1
+        reader.away_count += count
         if buffer is None:
             all_copies["bytes"] += size
         else:
@@ -151,7 +154,7 @@ class Away:
     def release(self) -> None:
         """They have been read, or nobody will read them."""
         self._reader.away_bytes -= self._size
-        self._reader.away_count -= 1
+        self._reader.away_count -= self._count
         if self._buffer is None:
             self._all["bytes"] -= self._size
         else:
@@ -615,10 +618,11 @@ class Publications:
         self._context.outbox.append(Send(reader.route, self._member.packet(message)))
 
     def _send(self, reader: Reader, message: Message, frame: memoryview, buffer: Buffer | None) -> None:
+        count = 0 if isinstance(message, p.Changes) else 1  # changes are small, and keep no buffer
         packet = Packet(self._member.envelope(), message, (frame,))
         self._context.meter.on_send(packet.payload)
         self._context.outbox.append(
-            Send(reader.route, packet, Away(reader, frame.nbytes, buffer, self._copies))
+            Send(reader.route, packet, Away(reader, frame.nbytes, buffer, self._copies, count))
         )
 
     def expire(self, now: float) -> None:

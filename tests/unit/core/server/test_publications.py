@@ -511,13 +511,17 @@ def test_changes_are_those_since_the_base() -> None:
     octets = before.clone().numpy().view("u1")
     apply(octets, 4, 2, 0, said.payload[0])
     assert octets.view("f4").tolist() == after.tolist()
+    (reader,) = one.server.publications.readers.values()
+    reader.away_count = publications.AWAY_MAX - 1
+    assert one.changes(2, 1, 400)
+    assert reader.away_count == publications.AWAY_MAX - 1
+    reader.away_count = 0
     assert one.changes(2, 1, 20, 20).message == p.Changes(
         one.seq, 0, 0, 1 << 32 | zlib.crc32(to_frame(after)[20:40])
     )
     one.reader(0, p.Retain("policy", 3, base=2))
     assert one.held == [2, 3]
     assert one.changes(3, 1, 400).message == p.Octets(one.seq, 400), "the base is gone"
-    (reader,) = one.server.publications.readers.values()
     assert (reader.away_bytes, one.server.publications._copies["bytes"]) == (0, 0)
 
 
