@@ -18,6 +18,7 @@ from kvps.errors import ProtocolError
 from kvps.protocol.envelope import MESSAGES, Envelope, Message, Packet, Role
 from kvps.protocol.membership import View, ViewChanges
 from kvps.protocol.publications import ServersAre
+from kvps.protocol.replicas import CopyRows
 from kvps.protocol.stores import Entry, Found
 from kvps.protocol.values import Pulled, Steps
 from kvps.protocol.wire import HEAD, decode, encode
@@ -121,6 +122,8 @@ def messages_of(cls: type[Message]) -> st.SearchStrategy[Message]:
         fields["number"] = naturals_32
     if cls in (View, ViewChanges, ServersAre):
         fields["keys"] = st.lists(public_keys, max_size=5).map(tuple)
+    if cls is CopyRows:  # of so many there is payload
+        fields |= dict.fromkeys(("rows", "vacant", "ids"), sizes)
     if cls is ViewChanges:
         fields["base"] = naturals_32
     if cls is Pulled:
