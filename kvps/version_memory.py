@@ -69,7 +69,7 @@ class VersionMemory:
                     self._parts.setdefault((extent.server, extent.block), []).append(part)
             end += -(-(stop - first) // ALIGN) * ALIGN
         self._parts = {at: _merged(parts) for at, parts in sorted(self._parts.items())}
-        self._end = end
+        self._end = max(end, ALIGN)  # nothing at all has no strides, and no view of another type
 
     def begin(self, older: VersionMemory | None, *, is_given: bool, copies: bool) -> None:
         """Have memory: that of an older version, unless somebody else has it.
@@ -94,7 +94,8 @@ class VersionMemory:
     def _view(self, tensor: Published, start: int, shape: tuple[int, ...]) -> torch.Tensor:
         count = int(np.prod(shape, dtype=np.int64))
         octets = self._octets[start : start + count * BY_NAME[tensor.spec.dtype].itemsize]
-        return torch.from_numpy(octets).view(TORCH[tensor.spec.dtype]).view(shape)
+        dtype = torch.bool if tensor.is_bool else TORCH[tensor.spec.dtype]
+        return torch.from_numpy(octets).view(dtype).view(shape)
 
     # --- requests -----------------------------------------------------------------------------------
 

@@ -28,8 +28,10 @@ JOIN_BYTES = 1 << 20
 TITLES = {
     **{"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "int8": "I8"},
     **{"int16": "I16", "int32": "I32", "int64": "I64", "uint8": "U8"},
+    "bool": "BOOL",
 }
-"""Element type, as in :data:`kvps.dtypes.DTYPES` -> its name in safetensors."""
+"""Element type, as in :data:`kvps.dtypes.DTYPES`, or truth values -> its name in safetensors."""
+ITEM_BYTES = {name: row.itemsize for name, row in BY_NAME.items()} | {"bool": 1}
 
 
 @dataclass(slots=True)
@@ -80,7 +82,7 @@ def stream_of(columns: Mapping[str, Column], metadata: Mapping[str, str]) -> Str
     Raises:
         StorageError: if there are so many that no reader would take the header.
     """
-    wide_first = dict(sorted(columns.items(), key=lambda entry: -BY_NAME[entry[1].dtype].itemsize))
+    wide_first = dict(sorted(columns.items(), key=lambda entry: -ITEM_BYTES[entry[1].dtype]))
     head, size = header_of(
         (
             (name, column.dtype, (column.count,) if column.shape is None else column.shape)
@@ -111,7 +113,7 @@ def header_of(
             raise StorageError(
                 "a safetensors file can have no tensor of the name '__metadata__': give it another"
             )
-        end = offset + math.prod(shape) * BY_NAME[dtype].itemsize
+        end = offset + math.prod(shape) * ITEM_BYTES[dtype]
         header[name] = {"dtype": TITLES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     octets = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

@@ -87,7 +87,7 @@ def follow(
 
     def written(tensors: dict[str, torch.Tensor], number: int) -> Path:
         columns = {
-            key: Column(NAMES[tensor.dtype], [tensor.reshape(-1)], tuple(tensor.shape))
+            key: Column(NAMES.get(tensor.dtype, "bool"), [tensor.reshape(-1)], tuple(tensor.shape))
             for key, tensor in tensors.items()
         }
         path = folder / f"version-{number:08d}.safetensors"

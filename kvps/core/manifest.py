@@ -1,7 +1,8 @@
 """The manifest of a published version: the name, type and shape of each tensor, and where its bytes lie.
 
 It is JSON: ``[[name, type, shape, [[server, block, start, size, offset], ...]], ...]``, in bytes as they are
-read. The worker that publishes writes it, server 0 keeps it, and readers read it.
+read. The row of a tensor of truth values, which are bytes, ends with ``true``. The worker that publishes
+writes it, server 0 keeps it, and readers read it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Published(NamedTuple):
     name: str
     spec: Spec
     extents: tuple[Extent, ...]
+    is_bool: bool = False
+    """Its bytes are truth values."""
 
     @property
     def size(self) -> int:
@@ -41,7 +44,9 @@ class Published(NamedTuple):
 
 def encode(tensors: Iterable[Published]) -> bytes:
     """Return the bytes of a manifest."""
-    rows = [(name, spec.dtype, spec.shape, extents) for name, spec, extents in tensors]
+    rows = [
+        (name, spec.dtype, spec.shape, extents, *[True] * is_bool) for name, spec, extents, is_bool in tensors
+    ]
     return json.dumps(rows, separators=(",", ":")).encode()
 
 
@@ -63,11 +68,17 @@ def decode(octets: bytes) -> list[Published]:
     return tensors
 
 
-def _published(name: str, dtype: str, shape: list[int], extents: list[list[int]]) -> Published:
+def _published(
+    name: str, dtype: str, shape: list[int], extents: list[list[int]], is_bool: object = False
+) -> Published:
     numbers = [*shape, *[number for extent in extents for number in extent]]
     if type(name) is not str or any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
         raise ProtocolError("a manifest has a name that is no text, or a number that is no size")
-    tensor = Published(name, Spec(dtype, tuple(shape)), tuple([Extent(*extent) for extent in extents]))
+    if not isinstance(is_bool, bool) or (is_bool and dtype != "uint8"):
+        raise ProtocolError(f"the truth values of {name!r:.80} in a manifest are no bytes")
+    tensor = Published(
+        name, Spec(dtype, tuple(shape)), tuple([Extent(*extent) for extent in extents]), is_bool
+    )
     end = 0
     for extent in sorted(tensor.extents, key=lambda extent: extent.offset):
         if extent.offset != end:

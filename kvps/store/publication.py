@@ -50,7 +50,9 @@ def _row(name: str, key: str, value: torch.Tensor) -> torch.Tensor:
     try:
         if value.is_meta:
             raise Mismatch(f"{key!r} is on the meta device, and has no values")
-        return row_of(as_tensor(value))
+        is_bool = value.dtype is torch.bool and value.layout is torch.strided
+        row = row_of(as_tensor(value.view(torch.uint8) if is_bool else value))
+        return row.view(torch.bool) if is_bool else row
     except Mismatch as error:
         raise Mismatch(f"publish({name!r}): tensor {key!r:.80}: {error}") from error
 

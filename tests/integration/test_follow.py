@@ -37,6 +37,7 @@ def test_newest_files_stay_and_hold_what_was_published(
     folder = tmp_path / "made" / "weights"
     for number in (1, 2, 3):
         state = {"w": torch.full((2, 3), float(number)), "n": torch.tensor(7), "none": torch.empty(0, 2)}
+        state["mask"] = torch.tensor([True, False, True])
         store.publish("policy", state, dtype="bfloat16")
         assert follow.main(["policy", "--to", str(folder), "--once", *address()]) == 0
         (folder / f"version-{number:08d}.safetensors.a1b2.tmp").write_text("of a follower that was killed")
@@ -53,6 +54,7 @@ def test_newest_files_stay_and_hold_what_was_published(
     assert read["w"].dtype is torch.bfloat16
     assert read["w"].unique().tolist() == [3.0]
     assert (read["n"].item(), read["none"].shape) == (7, (0, 2))
+    assert read["mask"].tolist() == [True, False, True]
     with safetensors.safe_open(path, "pt") as file:
         assert file.metadata() == {"publication": "policy", "version": "3", "format": "pt"}
 

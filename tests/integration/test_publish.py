@@ -134,6 +134,22 @@ def test_given_tensors_stay_and_memory_of_others_is_used_again() -> None:
     kvps.shutdown()
 
 
+@pytest.mark.parametrize("shard", [None, (0, 2)])
+def test_truth_values_and_tensors_without_elements_come_as_they_are(shard: tuple[int, int] | None) -> None:
+    with kvps.create("dist_sync") as kv, kvps.subscribe("policy", shard=shard) as policy:
+        for source in (
+            {"none": torch.empty(1, 0)},
+            {"mask": torch.rand(1, 99).t() > 0.5, "w": torch.randn(3)},
+        ):
+            number = kv.publish("policy", source, dtype="bfloat16")
+            assert policy.wait(newer_than=number - 1, timeout=LIMIT_S) == number
+            for name, tensor in policy.tensors():
+                rows = slice(0, len(source[name]) // 2 if shard else None)
+                assert torch.equal(tensor, source[name][rows].to(tensor.dtype))
+                assert tensor.dtype == (torch.bool if name == "mask" else torch.bfloat16)
+    kvps.shutdown()
+
+
 @pytest.mark.spec("R506")
 def test_changes_are_read_from_afar_and_come_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPS_TRANSPORT", "tcp")  # as of another host

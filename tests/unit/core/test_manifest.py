@@ -10,10 +10,11 @@ from kvps.errors import ProtocolError
 
 WEIGHT = Published("weight", Spec("bfloat16", (2, 3)), (Extent(1, 7, 64, 8, 4), Extent(0, 3, 0, 4, 0)))
 EMPTY = Published("nothing", Spec("float32", (0, 3)), ())
+MASK = Published("mask", Spec("uint8", (4,)), (Extent(0, 3, 64, 4, 0),), is_bool=True)
 
 
 def test_manifest_survives_the_wire() -> None:
-    assert decode(encode([WEIGHT, EMPTY])) == [WEIGHT, EMPTY]
+    assert decode(encode([WEIGHT, EMPTY, MASK])) == [WEIGHT, EMPTY, MASK]
     assert WEIGHT.size == 12
 
 
@@ -37,6 +38,8 @@ def test_manifest_survives_the_wire() -> None:
         json.dumps([["w", "float32", [2], [[0, 0, 0, 4, 0]]]]).encode(),
         json.dumps([["w", "float32", [0], []]] * 2).encode(),
         json.dumps([["w", "float32", [1], [[0, 2**63, 0, 4, 0]]]]).encode(),
+        json.dumps([["w", "float32", [1], [[0, 0, 0, 4, 0]], True]]).encode(),
+        json.dumps([["w", "uint8", [1], [[0, 0, 0, 1, 0]], 1]]).encode(),
         json.dumps([["w", "float32", [1], [[0, 0, 2**70, 4, 0]]]]).encode(),
     ],
 )

@@ -88,6 +88,7 @@ def test_reader_finds_the_servers_and_says_hello_first() -> None:
         Connect("server 0", "tcp://s:1", True, ""),
         Connect("server 1", "tcp://s:2", False, "k"),
     ]
+    assert [stage.core.is_near(server) for server in (0, 1)] == [True, False]
     assert ended(effects)
     assert stage.core.servers == 2
     (hello,) = said(stage.begin(0), p.Hello)
@@ -113,6 +114,18 @@ def test_requests_are_repeated_and_a_window_is_under_way() -> None:
     for _, seq in sent[1:]:
         assert not ended(stage.hear(p.VersionIs(seq, 1), "server 0"))
     assert ended(stage.hear(p.VersionIs(last, 1), "server 0"))
+
+
+def test_a_server_that_speaks_is_asked_again_and_not_looked_for() -> None:
+    stage = Stage()
+    stage.joined()
+    stage.begin(0)
+    stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0")
+    stage.now += 0.1
+    stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0")
+    effects = stage.wait(WATCH_AGAIN_S)
+    assert [to for to, _ in said(effects, p.Watch)] == ["server 0"]
+    assert not said(effects, p.Where)
 
 
 def test_an_answer_may_not_be_the_last() -> None:

@@ -108,6 +108,8 @@ class Publish(Call):
         room, tensors = 0, []
         placed: dict[tuple[int, torch.dtype, torch.Size], tuple[Extent, ...]] = {}
         for name, row in zip(self.names, values, strict=True):
+            is_bool = row.dtype is torch.bool
+            row = row.view(torch.uint8) if is_bool else row
             dtype = _type_of(NAMES[row.dtype], self.as_dtype)
             identity = row.data_ptr(), row.dtype, row.shape
             if identity not in placed or not row.numel():  # tied weights are one
@@ -123,7 +125,7 @@ class Publish(Call):
                     extents.append(Extent(block % store.servers, first + block, start, size, offset))
                     offset, room = offset + size, room - -(-size // ALIGN) * ALIGN
                 placed[identity] = tuple(extents)
-            tensors.append(Published(name, Spec(dtype, tuple(row.shape)), placed[identity]))
+            tensors.append(Published(name, Spec(dtype, tuple(row.shape)), placed[identity], is_bool))
         requests = []
         for block, segments in enumerate(blocks):
             part, start, kind = segments[-1]
