@@ -79,10 +79,10 @@ class DiskRows:
         if end > self._size:
             slab = min(max(SLAB_BYTES_MIN, self._size // 8), SLAB_BYTES_MAX)
             os.posix_fallocate(self._fd, self._size, max(end - self._size, slab))
-            self._size = max(end, self._size + slab)
-            block = mmap.mmap(self._fd, self._size, prot=mmap.PROT_READ)
+            longer = max(end, self._size + slab)
+            block = mmap.mmap(self._fd, longer, prot=mmap.PROT_READ)
             block.madvise(mmap.MADV_RANDOM)
-            self._mapped = np.frombuffer(block, self._mapped.dtype, self._size // size)
+            self._mapped, self._size = np.frombuffer(block, self._mapped.dtype, longer // size), longer
         begin, count = 0, len(cells)
         while begin < count:  # as few calls as possible: what lies between neighbours is written again
             first = int(cells[begin])

@@ -1,7 +1,9 @@
 """Records on a disk."""
 
+import errno
 import resource
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -54,6 +56,17 @@ def test_a_file_that_may_not_grow_says_so_before_it_writes(tmp_path: Path) -> No
     found = np.empty((4, 1024), np.uint8)
     file.read(cells, found)
     assert np.array_equal(found, records(cells, 1024, 0))
+
+
+def test_records_are_there_after_a_mapping_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, cells, found = DiskRows(str(tmp_path), 30), np.arange(0, 8, 2), np.empty((4, 30), np.uint8)
+    with monkeypatch.context() as patch:
+        patch.setattr(row_file.mmap, "mmap", Mock(side_effect=OSError(errno.ENOMEM, "no memory")))
+        with pytest.raises(OSError, match="no memory"):
+            file.write(cells, records(cells, 30, 1))
+    file.write(cells, records(cells, 30, 2))
+    file.read(cells, found)
+    assert np.array_equal(found, records(cells, 30, 2))
 
 
 def test_a_directory_that_takes_no_file_is_refused(tmp_path: Path) -> None:
