@@ -28,5 +28,5 @@ def packed(rows: torch.Tensor) -> torch.Tensor:
 
 def unpacked(octets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return packed rows as rows [n, dim] of a type."""
-    scales = octets[:, :SCALE_BYTES].contiguous().view(torch.float32)
+    scales = octets[:, :SCALE_BYTES].reshape(-1).view(torch.float32)[:, None]
     return octets[:, SCALE_BYTES:].view(torch.int8).float().mul_(scales).to(dtype)

@@ -58,7 +58,9 @@ def test_a_file_that_may_not_grow_says_so_before_it_writes(tmp_path: Path) -> No
     assert np.array_equal(found, records(cells, 1024, 0))
 
 
-def test_records_are_there_after_a_mapping_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_there_after_a_mapping_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, cells, found = DiskRows(str(tmp_path), 30), np.arange(0, 8, 2), np.empty((4, 30), np.uint8)
     with monkeypatch.context() as patch:
         patch.setattr(row_file.mmap, "mmap", Mock(side_effect=OSError(errno.ENOMEM, "no memory")))

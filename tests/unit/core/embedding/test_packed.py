@@ -26,6 +26,14 @@ def test_elements_are_off_by_half_a_step_of_their_row_at_most(dtype: torch.dtype
     assert ((found[finite].float() - rows[finite].float()).abs() <= room * scales).all()
 
 
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("dim", [1, 4, 5])
+def test_few_rows_of_any_length_are_unpacked(count: int, dim: int) -> None:
+    rows = torch.randint(-127, 128, (count, dim)).float()
+    rows[:, 0] = 127.0
+    assert torch.equal(unpacked(packed(rows), torch.float32), rows)
+
+
 def test_a_table_is_pulled_as_int8_and_keeps_its_rows() -> None:
     kv = kvps.create("local")
     given = {"init": ("normal", 0.5), "optimizer": "sgd", "lr": 1.0, "seed": 3}
