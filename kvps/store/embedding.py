@@ -64,8 +64,8 @@ class EmbeddingTable:
         """The key that stands for it in requests."""
         self.pull_dtype = ""
         """``"int8"`` if rows are pulled so."""
-        self.pushes = 0
-        """Pushes that this process has made."""
+        self.changes = 0
+        """Pushes that this process has made, and restorations."""
         self.dim = recipe.dim
         self.dtype = TORCH[recipe.dtype]
 

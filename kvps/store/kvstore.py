@@ -1006,6 +1006,8 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         self._begin()
         self._gradient_check = None  # a checkpoint may bring an optimizer
+        for table in self._tables.values():
+            table.changes += 1
         done: calls.Restored = self._call(calls.RestoreCheckpoint(self._name, tag_of(tag)), timeout)
         if done.told:
             log.log(logging.WARNING if done.is_odd else logging.INFO, "%s", done.told)

@@ -68,7 +68,7 @@ class Table(Protocol):
     key: str
     recipe: EmbeddingSpec
     pull_dtype: str
-    pushes: int
+    changes: int
 
 
 class Tables:
@@ -145,7 +145,7 @@ class TableBatch:
         )
         ticket = store.session.call(call, store._limit(timeout))
         for table in self.tables.all:
-            table.pushes += 1
+            table.changes += 1
         if async_op:
             return Handle(ticket, lambda: None)
         ticket.on_error(store._later.append)

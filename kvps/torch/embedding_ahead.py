@@ -31,8 +31,8 @@ class _Asked:
     """The ids of all tables, as they were given."""
     batch: TableBatch
     ticket: Ticket
-    pushes: list[int]
-    """For each table, the number of pushes that are in the rows, with those of ``again``."""
+    changes: list[int]
+    """For each table, the number of changes that are in the rows, with those of ``again``."""
     again: list[tuple[list[torch.Tensor], Ticket]] = field(default_factory=list)
     """For each push since, the places of its rows in each group, and the pull of their newest values."""
 
@@ -47,12 +47,12 @@ class RowsAhead:
     def ask(self, ids: Sequence[torch.Tensor]) -> None:
         """Ask for the rows of ids, int64 [k] for each table."""
         batch = self._tables.batch(ids, is_by_table=True)
-        pushes = [table.pushes for table in self._tables.all]
-        self._asked.append(_Asked(torch.cat([*ids]), batch, batch.ask(), pushes))
+        changes = [table.changes for table in self._tables.all]
+        self._asked.append(_Asked(torch.cat([*ids]), batch, batch.ask(), changes))
 
     def take(self, ids: Sequence[torch.Tensor]) -> tuple[TableBatch, list[torch.Tensor]] | None:
         """Return the batch of ids that were asked for, and the rows of each group; None if they were not, or
-        some of their rows were pushed to without :meth:`pushed`."""
+        the tables were pushed to without :meth:`pushed`, or restored."""
         if not self._asked:
             return None
         given, sizes = torch.cat([*ids]), [len(some) for some in ids]
@@ -63,7 +63,7 @@ class RowsAhead:
         return None
 
     def _received(self, asked: _Asked) -> tuple[TableBatch, list[torch.Tensor]] | None:
-        if asked.pushes != [table.pushes for table in self._tables.all]:
+        if asked.changes != [table.changes for table in self._tables.all]:
             return None
         rows: Any = asked.ticket.wait()
         for places, ticket in asked.again:
@@ -78,7 +78,7 @@ class RowsAhead:
             if len(asked.again) == AHEAD_MAX:
                 self._asked.remove(asked)
                 continue
-            asked.pushes = [count + 1 for count in asked.pushes]
+            asked.changes = [count + 1 for count in asked.changes]
             ids, places = [], []
             edges = asked.batch.split.edges
             for group in self._tables.groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -389,6 +390,21 @@ def test_only_rows_that_were_pushed_since_are_asked_for_again(
     tables["a"].push([1], torch.ones(1, 4))  # behind the module's back: the rows are of no use any more
     expected = {name: tables[name].pull(ids)[0].sum(0, keepdim=True) for name, ids in first.items()}
     assert all(torch.equal(module(first)[name], out) for name, out in expected.items())
+
+
+def test_rows_are_asked_for_again_after_a_restoration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVPS_CHECKPOINT_DIR", str(tmp_path))
+    with kvps.create("local") as kv:
+        module = EmbeddingCollection({"a": kv.embedding("a", 2, optimizer="sgd", lr=1.0)})
+        batch = {"a": torch.tensor([[1], [5]])}
+        kv.checkpoint()
+        expected = module(batch)["a"].detach()
+        module(batch)["a"].sum().backward()
+        module.prefetch(batch)
+        kv.restore()
+        assert torch.equal(module(batch)["a"], expected)
 
 
 def test_rows_that_nobody_wants_are_forgotten(kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
