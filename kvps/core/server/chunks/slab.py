@@ -176,6 +176,11 @@ class Chunk:
             yield self.keys[index], self.bounds[index], self.bounds[index + 1]
             index += 1
 
+    def edge(self, start: int, size: int) -> int:
+        """Return where a piece ends, ``size`` elements after ``start`` at most, or else the first."""
+        fits = self.bounds[bisect_right(self.bounds, start + size) - 1]
+        return fits if fits > start else self.bounds[bisect_right(self.bounds, start)]
+
     # --- spans ------------------------------------------------------------------------------
 
     def validate(

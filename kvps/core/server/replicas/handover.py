@@ -21,6 +21,8 @@ from kvps.protocol.envelope import Message
 PATIENCE_S, GATE_S, PAUSE_S = 2.0, 5.0, 10.0
 """How long a moment without open rounds is waited for, before none is opened any more; for how long that is
 kept up, as a rank may wait for an answer; and when it is tried again."""
+STILL_BYTES = 1 << 20
+"""The copy becomes level once fewer are under way: calls wait until these have arrived."""
 
 
 class Handover(Replicator):
@@ -52,10 +54,12 @@ class Handover(Replicator):
         super()._begin()
 
     def _is_calm(self) -> bool:
-        return self._chunks.is_settled
+        return self.behind_bytes < STILL_BYTES and self._chunks.is_settled
 
     def _pump(self) -> None:
-        super()._pump()
+        is_through = self._said_bytes >= self._first_bytes
+        if not is_through or self._chunks.is_settled:  # else it changes before it arrives
+            super()._pump()
         is_through = not self._is_dirty or self._said_bytes >= self._first_bytes
         if is_through and self._gate_at == math.inf:
             self._gate_at = self._context.meter.now + PATIENCE_S

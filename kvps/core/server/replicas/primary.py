@@ -52,6 +52,8 @@ AGAIN_S = 1.0
 """Seconds after which the standby is sent again what it has not acknowledged."""
 DISMISS_S = 3.0
 """Seconds after which a standby is given up that acknowledges nothing."""
+BLOCK = 1 << 19
+"""Elements in one message, or those of one key: what is under way may be old by the time it arrives."""
 KEYS_MAX = 256
 """Keys in one message."""
 
@@ -277,7 +279,7 @@ class Replicator:
             self._mark(chunk.number, 0, chunk.used)
 
     def _mark(self, chunk: int, start: int, stop: int) -> None:
-        self._ranges.setdefault(chunk, {})[start, stop] = None
+        self._ranges.setdefault(chunk, {})[start, stop] = False
 
     def _watch(self, rule: Rule) -> None:
         """Note the values that a rule moves."""
@@ -311,7 +313,8 @@ class Replicator:
         self._sent_layouts: dict[int, tuple[str, Layout]] = {}
         self._keys: dict[str, dict[str, None]] = {}
         self._layouts: set[str] = set()
-        self._ranges: dict[int, dict[tuple[int, int], None]] = {}
+        self._ranges: dict[int, dict[tuple[int, int], bool]] = {}
+        """Chunk -> (start, stop) of what has changed -> whether a part before it was sent already."""
         for changes in self._tables.values():
             changes.end()
         self._tables.clear()
@@ -370,17 +373,7 @@ class Replicator:
             self._copy_settings()
             self._copy_layouts()
             while self._ranges and self._has_room():
-                number = next(iter(self._ranges))
-                ranges = self._ranges[number]
-                start, stop = next(iter(ranges))
-                del ranges[start, stop]
-                if not ranges:
-                    del self._ranges[number]
-                chunk = self._chunks.by_number.get(number)
-                if chunk is not None and chunk.embedding is not None:
-                    self._copy_table(chunk, chunk.embedding)
-                elif chunk is not None:
-                    self._copy_values(chunk, start, stop)
+                self._copy_range(*next(iter(self._ranges.items())))
             self._copy_keys()
             if self._is_published and not self._ranges:
                 self._copy_published()
@@ -459,6 +452,25 @@ class Replicator:
                 end = at + KEYS_MAX
                 self._say(p.CopyKeys(name, tuple(copied[at:end]), tuple(gone[at:end])))
         self._keys.clear()
+
+    def _copy_range(self, number: int, ranges: dict[tuple[int, int], bool]) -> None:
+        """Send the first of the ranges of a chunk that have changed, or a block of it."""
+        start, stop = next(iter(ranges))
+        is_rest = ranges.pop((start, stop))
+        chunk = self._chunks.by_number.get(number)
+        if is_rest and any(low <= start and stop <= high for low, high in ranges):
+            return  # all of it has changed since
+        end = stop if chunk is None or chunk.embedding is not None else min(stop, chunk.edge(start, BLOCK))
+        if end < stop:
+            ranges[end, stop] = True
+        if not ranges:
+            del self._ranges[number]
+        if chunk is None:
+            return
+        if chunk.embedding is not None:
+            self._copy_table(chunk, chunk.embedding)
+        else:
+            self._copy_values(chunk, start, end)
 
     def _copy_values(self, chunk: Chunk, start: int, stop: int) -> None:
         """Send elements of a chunk, by spans."""

@@ -77,7 +77,8 @@ class Follower:
         if life != self.incarnation:
             self.number = 0
             key = self._member.key_of(Node(Role.SERVER, primary.rank))
-            self._outbox.append(Connect(self._to, primary.endpoint, None, key, bool(key)))
+            is_near = 0 != primary.machine == self._member.identity.machine
+            self._outbox.append(Connect(self._to, primary.endpoint, is_near or None, key, bool(key)))
         self.incarnation, self._epoch = life, epoch
         self.is_level, self.has_begun, self.reason, self.copied_bytes = False, False, "", 0
         self._ask(now)

@@ -210,3 +210,103 @@ def test_a_process_without_a_seat_ends_at_once() -> None:
     assert [effect for effect in server.outbox.take() if isinstance(effect, Exit)] == [
         Exit(0, "asked to stop")
     ]
+
+
+def copied(stage: Stage) -> list[tuple[int, int]]:
+    """Return start and size of what was sent to the standby."""
+    return [
+        (one.message.start, one.message.size) for one in stage.sent if isinstance(one.message, p.CopyValues)
+    ]
+
+
+def all_of(pair: Mover, number: int, count: int) -> None:
+    (first,) = pair.primary.pieces["k0"]
+    message = p.Push(first.chunk, 1, (0,), 1.0, True, (p.Run(first.start, 3 * count, number),))
+    for rank in range(2):
+        pair.do(rank, of(rank, message), torch.arange(3.0 * count) + rank)
+
+
+def many(count: int) -> Mover:
+    """Return a server with keys of 3 elements that were pushed together."""
+    pair = Mover()
+    pair.primary.open()
+    for at in range(count):
+        pair.primary.init(f"k{at}", [1.0 * at, 2.0, 3.0])
+    pair.primary.optimizer("sgd", lr=1.0, momentum=0.5)
+    all_of(pair, 0, count)
+    return pair
+
+
+def test_a_span_is_copied_by_blocks_of_whole_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvps.core.server.replicas.primary.BLOCK", 7)
+    pair = many(5)
+    pair.name()
+    pair.ask()
+    for packet in pair.standby.sent:
+        pair.primary.hear(b"q", packet)
+    assert copied(pair.primary) == [(0, 6), (6, 6), (12, 3)]
+    pair.standby.sent.clear()
+    pair.pump()
+    assert pair.is_level
+    pair.standby.pieces = pair.primary.pieces
+    for key in pair.primary.pieces:
+        assert pair.standby.values(key) == pair.primary.values(key)
+    pair.promote()
+    (first,) = pair.primary.pieces["k0"]
+    message = p.Push(first.chunk, 1, (0,), 1.0, True, (p.Run(first.start, 15, 1),))
+    said = [
+        told for rank in range(2) for told in pair.standby.say(rank, of(rank, message), torch.arange(15.0))
+    ]
+    assert [run.size for run in heard(said, p.Pulled)[0].runs] == [15], "one span again"
+
+
+def test_the_rest_of_a_span_that_has_changed_again_is_not_copied_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvps.core.server.replicas.primary.BLOCK", 2)
+    monkeypatch.setattr("kvps.core.server.replicas.primary.WINDOW_BYTES", 25)
+    pair = many(4)
+    one = pair.primary
+    pair.name()
+    pair.ask()
+    for packet in pair.standby.sent:
+        one.hear(b"q", packet)
+    pair.standby.sent.clear()
+    assert copied(one) == [(0, 3), (3, 3)], "the window is full"
+    all_of(pair, 1, 4)
+    sent, one.sent = one.sent, []
+    for packet in sent:
+        pair.standby.hear("server 0", packet)  # type: ignore[arg-type]
+    taken: list[tuple[int, int]] = []
+    while not pair.is_level:
+        back, pair.standby.sent = pair.standby.sent, []
+        for packet in back:
+            one.hear(b"q", packet)
+        taken += copied(one)
+        forth, one.sent = one.sent, []
+        for packet in forth:
+            pair.standby.hear("server 0", packet)  # type: ignore[arg-type]
+        assert back or forth
+    assert taken == [(0, 3), (3, 3), (6, 3), (9, 3)]
+
+
+def test_after_the_first_pass_nothing_is_copied_that_is_about_to_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvps.core.server.replicas.handover.STILL_BYTES", 1)
+    pair, piece = training()
+    one = pair.primary
+    pair.do(0, of(0, push(piece, 2)), GRADIENT)
+    pair.name()
+    pair.ask()
+    pair.pump()
+    one.init("other", [4.0, 5.0])
+    assert copied(one) == [], "round 2 is open"
+    pair.do(1, of(1, push(piece, 2)), GRADIENT)
+    assert sorted(copied(one)) == [(0, 3), (3, 2)]
+    mover = one.server._replicator
+    assert mover is not None
+    assert not mover.is_level, "calls would wait until this is there"
+    pair.pump()
+    assert mover.is_level
+    assert pair.is_level
