@@ -137,6 +137,8 @@ class Subscription:
         self._is_given = False
         self._holds = 0
         """The version that is there; 0 if none is as a whole."""
+        self._job = bytes(16)
+        """The job that published it: numbers are the same in another one, and bits are not."""
         self.bytes_read = 0
         """Bytes that it took to read the version: less than its size where an older one was here."""
         self.age_s = 0.0
@@ -179,7 +181,7 @@ class Subscription:
                 newer = max(least, (self.version or 1) - 1)
                 newest, self.age_s = self._watch(newer, until, is_once)
                 number = version or newest
-                if number == self.version:
+                if number == self.version and self._job == self._reader.job:
                     return number
                 try:
                     self._retain(number, until)
@@ -215,6 +217,8 @@ class Subscription:
 
     def _retain(self, number: int, until: float) -> None:
         octets: list[bytes] = []
+        if self._job != self._reader.job:
+            self._job, self._holds = self._reader.job, 0
 
         def take(packet: Packet) -> bool:
             octets.extend([bytes(frame) for frame in packet.payload])
@@ -367,6 +371,8 @@ class Subscription:
 
     def _fetch(self, limit_s: float) -> dict[str, torch.Tensor]:
         """Read the version, or what has changed since the one that is here."""
+        if self._job != self._reader.job:
+            raise KeyNotFound(f"version {self.version} of {self.name!r} was of an earlier job. Call wait()")
         until, older, base = time.monotonic() + limit_s, self._memory, self._holds
         assert self.version is not None
         memory = VersionMemory(self._published, self._shard)

@@ -16,6 +16,7 @@ from kvps import protocol as p
 from kvps.core.effects import Connect, Core, CoreOutbox, Exit, Note, Route, Send
 from kvps.core.membership_client import ASK_DOCTOR, EXIT_TEMPORARY, SCHEDULER, Identity
 from kvps.errors import (
+    KeyNotFound,
     KvpsError,
     Mismatch,
     SchedulerLost,
@@ -96,7 +97,8 @@ class Reader(Core):
         self.servers = 0
         """How many there are; 0 while that is not known."""
         self._me = identity
-        self._job = bytes(16)
+        self.job = bytes(16)
+        """Which job the servers are of; zeros while that is not known."""
         self._links: dict[int, Link] = {}
         self._seq = 0
         self._is_connected = False
@@ -207,7 +209,7 @@ class Reader(Core):
             case p.ServersAre(members=members, keys=keys):
                 if not members or not all(member.endpoint for member in members):
                     return  # the job is forming
-                self._job, self._located_at = packet.envelope.job, now
+                before, self.job, self._located_at = self.job, packet.envelope.job, now
                 for index, member in enumerate(members):
                     link = self._links.setdefault(member.rank, Link(heard_at=now))
                     place = member.endpoint, member.incarnation
@@ -221,6 +223,14 @@ class Reader(Core):
                         name = f"server {member.rank}"
                         self.outbox.append(Connect(name, member.endpoint, link.is_near, key))
                 self.servers = len(members)
+                asked = [
+                    ask for link in self._waits().values() for ask in (*link.queued, *link.sent.values())
+                ]
+                if before not in (bytes(16), self.job) and any(type(a.message) is not p.Watch for a in asked):
+                    text = (
+                        f"{self._what}: another job is at {self._me.scheduler} by now, with its own versions"
+                    )
+                    self._fail(KeyNotFound(f"{text}. Call wait() for one"), now)
             case p.Error(code=code, text=text):
                 self._fail(from_code(code, text), now)
             case p.Stop(reason=reason):
@@ -288,7 +298,7 @@ class Reader(Core):
 
     def _envelope(self, seq: int) -> Envelope:
         assert self._me.rank is not None
-        return Envelope(self._job, 0, Role.READER, self._me.rank, self._me.incarnation, seq)
+        return Envelope(self.job, 0, Role.READER, self._me.rank, self._me.incarnation, seq)
 
     def _fail(self, error: KvpsError, now: float) -> None:
         self.error = error

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -186,6 +187,35 @@ def test_changes_are_read_from_afar_and_come_to_the_same_bits(monkeypatch: pytes
         policy.wait(timeout=LIMIT_S)
         assert torch.equal(dict(policy.tensors())["w"], weights[1:]), "another layout is read whole"
     kvps.shutdown()
+
+
+def test_reader_that_outlives_a_job_reads_the_next_ones_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPS_TRANSPORT", "tcp")  # as of another host
+    monkeypatch.setenv("KVPS_INSECURE", "1")
+    state: dict[str, torch.Tensor] = {}
+
+    def train(rank: int) -> None:
+        state.update({name: torch.randn(200_000) for name in ("w", "same")})
+        with kvps.create("dist_sync") as kv:
+            for name, tensor in state.items():  # which are in chunks of their own
+                kv.init(name, tensor)
+            kv.publish("policy", list(state))
+            for _ in range(versions - 1):
+                kv.push("w", state["w"])
+                kv.publish("policy", list(state))
+
+    versions = 2
+    with kvps.LocalCluster() as one:
+        policy = kvps.subscribe("policy", one.scheduler)
+        one.run(train)
+        assert policy.wait(timeout=LIMIT_S) == policy.fetch() == 2
+    versions = 3
+    with kvps.LocalCluster() as two, policy:
+        two.run(train)
+        reader = policy._reader  # a job's address would be the same
+        reader._me, reader._is_connected = replace(reader._me, scheduler=two.scheduler), False
+        assert policy.wait(timeout=LIMIT_S) == policy.fetch() == 3
+        assert torch.equal(dict(policy.tensors())["same"], state["same"])
 
 
 def test_slow_reader_skips_versions_and_is_told_what_is_gone() -> None:

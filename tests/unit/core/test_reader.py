@@ -38,9 +38,9 @@ class Stage:
         asks = [Ask(server, WATCH, take) for server in servers]
         return taken(self.core, self.core.begin(asks, until, "wait()", self.now))
 
-    def hear(self, message: Message, route: str = "scheduler") -> list[Effect]:
+    def hear(self, message: Message, route: str = "scheduler", job: bytes = JOB) -> list[Effect]:
         role = Role.SCHEDULER if route == "scheduler" else Role.SERVER
-        packet = Packet(Envelope(JOB, 0, role, 0, 1, 0), message)
+        packet = Packet(Envelope(job, 0, role, 0, 1, 0), message)
         return taken(self.core, self.core.on_packet(route, packet, self.now))
 
     def found(self, *members: p.Member, keys: tuple[str, ...] = ()) -> list[Effect]:
@@ -150,6 +150,19 @@ def test_server_that_has_forgotten_the_reader_is_greeted_again() -> None:
         assert said(stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0"), p.Watch) == [("server 0", seq)]
     stage.hear(p.Error(999, Mismatch.code, "of what is over"), "server 0")
     assert not ended(stage.hear(p.Welcome(3, 2**40, 1, 2), "server 0"))
+
+
+@pytest.mark.spec("R549")
+def test_versions_of_one_job_are_not_read_from_another() -> None:
+    stage = Stage()
+    stage.joined()
+    there = p.ServersAre(1, (member(0, 2), member(1, 2)), ())
+    stage.begin(0)
+    assert not ended(stage.hear(there, job=bytes(range(1, 17)))), "a new version may be of a new job"
+    stage.core.begin([Ask(1, p.Read("policy", 3, 0, 0, 8), bool)], 1e9, "reading version 3", stage.now)
+    assert ended(stage.hear(there, job=JOB))
+    assert isinstance(stage.core.error, KeyNotFound)
+    assert "another job is at tcp://127.0.0.1:9091 by now" in str(stage.core.error)
 
 
 def test_server_in_anothers_place_is_found() -> None:
