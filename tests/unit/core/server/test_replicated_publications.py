@@ -10,6 +10,7 @@ import torch
 from kvps import protocol as p
 from kvps.core.server.publications import LEASE_S
 from kvps.core.server.replicas import primary
+from kvps.core.server.replicas.published import PublishedChanges
 from kvps.errors import KeyNotFound
 from kvps.protocol.envelope import Envelope, Message, Role
 from kvps.tensors import from_frame
@@ -188,3 +189,11 @@ def test_versions_beyond_the_memory_of_the_standby_keep_it_from_being_level() ->
     both.pair.ask()
     both.pair.pump()
     assert "the copy of version 1 of publication 'policy'" in both.pair.standby.standings[-1].reason
+
+
+def test_nothing_follows_a_block_that_has_no_room() -> None:
+    published = Published()
+    published.publish(1, 2.0)
+    server = published.pair.primary.server
+    left = PublishedChanges().messages(server.publications, server.context.chunks, lambda: False)
+    assert [*left] == [None]
