@@ -193,7 +193,7 @@ def test_versions_beyond_the_memory_of_the_standby_keep_it_from_being_level() ->
 
 def test_nothing_follows_a_block_that_has_no_room() -> None:
     published = Published()
-    published.publish(1, 2.0)
+    published.freeze(1)
     server = published.pair.primary.server
     left = PublishedChanges().messages(server.publications, server.context.chunks, lambda: False)
     assert [*left] == [None]
