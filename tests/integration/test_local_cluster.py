@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kvps
+from kvps.cli import drain
 
 
 def test_workers_keep_rank_thread_and_stores_from_run_to_run() -> None:
@@ -34,6 +35,18 @@ def test_a_store_may_be_created_again() -> None:
 
     with kvps.LocalCluster(2, 1) as cluster:
         assert cluster.run(work) == cluster.run(work) == [3.0, 3.0]
+
+
+def test_servers_of_a_cluster_of_threads_are_not_drained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with kvps.LocalCluster(1, 2) as cluster:
+        cluster.run(lambda rank: kvps.create("dist_sync"))
+        monkeypatch.setenv("KVPS_KEYS", cluster.keys)
+        assert drain.main(["server-1", "--scheduler", cluster.scheduler]) == 78
+    assert "as in a LocalCluster: its seat is not moved. Start a job" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_nothing_runs_after_a_failure() -> None:

@@ -234,8 +234,7 @@ class Job:
         Raises:
             ConfigError: if that cannot be.
         """
-        if self.phase is not Phase.RUNNING:
-            raise ConfigError(f"the job does not run ({self.reason}), so no seat can be handed over")
+        self._demand_movable()
         spares = [spare.process for spare in self.standbys.spares.values()]
         others = {*self.standbys.moves.holders(), *spares} if by_itself else None
         if self.standbys.moves.drain(seat, waiter, within_s, now, others):
@@ -250,12 +249,22 @@ class Job:
         Raises:
             ConfigError: if they cannot.
         """
-        if self.phase is not Phase.RUNNING:
-            raise ConfigError(f"the job does not run ({self.reason}), so no seat can be handed over")
+        self._demand_movable()
         if self.standbys.moves.scale(servers, waiter, within_s, now):
             self.note("info", f"the seats of servers are spread over {servers} processes")
             self._outbox.append(Finish(SERVERS, servers))
             self._begin_to_move(now)
+
+    def _demand_movable(self) -> None:
+        if self.phase is not Phase.RUNNING:
+            raise ConfigError(f"the job does not run ({self.reason}), so no seat can be handed over")
+        working = {seat.process for seat in self.seats.by_node.values() if seat.node.role is Role.WORKER}
+        for process, seats in self.standbys.moves.holders().items():
+            if process in working:
+                raise ConfigError(
+                    f"{seats[0].node} is a thread of a worker's process, as in a LocalCluster: its seat is "
+                    "not moved. Start a job whose servers come and go with kvps-launch"
+                )
 
     def _begin_to_move(self, now: float) -> None:
         for seat in self.standbys.moves.seats_to_move():

@@ -104,6 +104,17 @@ def test_the_line_of_a_seat_that_moves_again_stays() -> None:
     assert [each.rank for each in stage.scheduler.job.standbys.moves.moved] == [1, 0, 1]
 
 
+def test_a_server_beside_a_worker_in_one_process_stays() -> None:
+    stage = Stage(1, 1)
+    stage.hello("s0", rank=0, host="h", pid=3, endpoint="tcp://s0:1")
+    stage.hello("w0", rank=0, host="h", pid=3)
+    for order in (Drain(0, 60.0), Scale(1, 60.0)):
+        (error,) = sent(ask(stage, order), Error, "op")
+        assert error.code == ConfigError.code
+        assert "server 0 is a thread of a worker's process, as in a LocalCluster" in error.text
+    assert not stage.scheduler.job.standbys.moves.orders
+
+
 def test_two_processes_are_drained_one_after_the_other() -> None:
     stage = formed(3)
     ask(stage, Drain(1, 60.0))

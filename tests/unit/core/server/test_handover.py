@@ -14,6 +14,7 @@ from kvps.core.server.replicas.handover import GATE_S, PATIENCE_S, PAUSE_S, Hand
 from kvps.core.server.server import SILENT_S, STAYS, WANTED, Server
 from kvps.protocol.envelope import Role
 from tests.support.server_harness import heard
+from tests.unit.core.server.test_publications import MANIFEST
 from tests.unit.core.server.test_replicas import LIFE, Pair, Stage, of, push
 
 GRADIENT = torch.tensor([2.0, 0.0, 1.0])
@@ -310,3 +311,20 @@ def test_after_the_first_pass_nothing_is_copied_that_is_about_to_change(
     pair.pump()
     assert mover.is_level
     assert pair.is_level
+
+
+@pytest.mark.spec("R470")
+def test_published_versions_move_with_the_seat() -> None:
+    pair, piece = training()
+    row = torch.tensor([1.5, 2.5])
+    pair.do(0, p.Freeze("kv", "policy", 1, 2, 0, (piece.chunk,)))
+    pair.do(0, p.Put("kv", "policy", 1, 2, 100, row.nbytes), row)
+    pair.do(0, p.Announce("kv", "policy", 1, 2, 2), MANIFEST)
+    pair.level()
+    here, there = [stage.server.publications.by_name["policy"] for stage in (pair.primary, pair.standby)]
+    assert (
+        bytes(there.versions[1].manifest or b"")
+        == bytes(here.versions[1].manifest or b"")
+        == MANIFEST.numpy().tobytes()
+    )
+    assert there.versions[1].blocks.keys() == here.versions[1].blocks.keys()
