@@ -36,6 +36,7 @@ from kvps.protocol.envelope import KEY_MAX, Packet, Role
 from kvps.runtime.key_files import load_if_any
 from kvps.runtime.member_process import own_identity
 from kvps.runtime.transport import open_transport
+from kvps.tensors import ids_of
 from kvps.version_memory import VersionMemory, rows_of
 
 if TYPE_CHECKING:
@@ -295,19 +296,15 @@ class Subscription:
             The rows, [*ids.shape, dim], of the type in which they were published.
 
         Raises:
-            KeyNotFound: as :meth:`tensors`, or if the version has no such table. ConfigError: for ids that
-                are no whole numbers, or with ``shard``.
+            KeyNotFound: as :meth:`tensors`, or if the version has no such table. Mismatch: for ids that
+                are no whole numbers. ConfigError: with ``shard``.
 
         Example:
             >>> rows = ctr.lookup("users", [[2**40, 17]])  # doctest: +SKIP
         """
         if self._shard is not None:
             raise ConfigError("lookup(): the subscription reads a shard; rows are found in whole tables only")
-        wanted = torch.as_tensor(ids, device="cpu")
-        if not wanted.numel():
-            wanted = wanted.to(torch.int64)
-        if wanted.is_floating_point() or wanted.is_complex() or wanted.dtype == torch.bool:
-            raise ConfigError(f"lookup({table!r:.80}): ids are whole numbers, got {wanted.dtype}")
+        wanted = ids_of(ids).cpu()
         with self._lock:
             tensors = self._fetched(timeout)
             if table not in self._served:
@@ -318,7 +315,7 @@ class Subscription:
                         f"{some_of(others, 8) or 'none'}. kv.publish({self.name!r}, tables=...) adds tables"
                     )
                 self._served[table] = ServedTable(table, tensors)
-            rows = self._served[table].lookup(wanted.to(torch.int64).reshape(-1).numpy())
+            rows = self._served[table].lookup(wanted.reshape(-1).numpy())
         return rows.view(*wanted.shape, rows.shape[1])
 
     def digest(self, name: str, timeout: float | None = None) -> str:

@@ -13,7 +13,6 @@ from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvps.core.embedding.id_split import SplitIds
@@ -24,7 +23,7 @@ from kvps.dtypes import summed_in
 from kvps.errors import KvpsError, Mismatch
 from kvps.runtime.ticket import Handle, Ticket
 from kvps.store.base import Session
-from kvps.tensors import TORCH, as_tensor
+from kvps.tensors import TORCH, as_tensor, ids_of
 
 
 class Owner(Protocol):
@@ -164,37 +163,6 @@ class TableBatch:
         ]
         sums = self.split.summed(wide)
         return [total.to(TORCH[group.dtype]) for total, group in zip(sums, self.tables.groups, strict=True)]
-
-
-def ids_of(ids: object, what: str = "ids") -> torch.Tensor:
-    """Return ids, or ``what`` else, as a tensor of int64.
-
-    Raises:
-        Mismatch: if they are not 64-bit integers.
-    """
-    if isinstance(ids, torch.Tensor):
-        tensor = ids.detach()
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            raise Mismatch(f"{what} are a dense tensor with values, got {tensor.layout} on {tensor.device}")
-    else:
-        try:
-            array = np.asarray(ids)
-            if array.dtype == np.float64 and not isinstance(ids, np.ndarray):
-                array = _unsigned(ids, array)
-            if array.dtype == np.uint64:
-                array = array.view(np.int64)
-            tensor = torch.from_numpy(array.astype(np.int64) if array.size == 0 else array.copy())
-        except (TypeError, ValueError, OverflowError) as error:
-            raise Mismatch(f"{what} are whole numbers of 64 bits, got {ids!r:.60}: {error}") from error
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise Mismatch(f"{what} are whole numbers, got {tensor.dtype}")
-    return tensor.to(torch.int64)
-
-
-def _unsigned(ids: object, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return unsigned ids in lists, some of them above 2**63, of which numpy makes floats; or ``array``."""
-    objects = np.asarray(ids, dtype=object)
-    return array if any(type(each) is not int for each in objects.flat) else objects.astype(np.uint64)
 
 
 def rows_of(table: Table, gradients: object, shape: tuple[int, ...]) -> torch.Tensor:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from kvps.errors import Mismatch
-from kvps.store.table_batch import TableBatch, ids_of
+from kvps.store.table_batch import TableBatch
+from kvps.tensors import ids_of
 
 MODES = ("sum", "mean", "max")
 """The ways to pool rows, by torch's numbers."""

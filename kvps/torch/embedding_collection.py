@@ -14,7 +14,7 @@ import torch
 
 from kvps.errors import ConfigError, Mismatch
 from kvps.phrases import names_in_words
-from kvps.store.table_batch import ids_of
+from kvps.tensors import ids_of
 from kvps.torch.embedding import Embedding, EmbeddingBag, checked_op
 from kvps.torch.embedding_bags import Bags, pooled
 from kvps.torch.embedding_exchange import RowExchange

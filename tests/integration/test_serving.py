@@ -52,8 +52,11 @@ def test_rows_are_those_of_one_version_whatever_is_pushed(tmp_path: Path) -> Non
                 assert ctr.lookup("users", []).shape == (0, 8)
         with kvps.subscribe("half", *place) as half, kvps.subscribe("small", *place) as small:
             assert torch.equal(half.lookup("users", ids), rows.bfloat16())
-            with pytest.raises(kvps.ConfigError, match="ids are whole numbers"):
-                half.lookup("users", [1.5])
+            for wrong in ([1.5], "a", None):
+                with pytest.raises(kvps.Mismatch, match="ids are whole numbers"):
+                    half.lookup("users", wrong)
+            high = [1, 2**63, 2**64 - 1]  # hashes without a sign
+            assert torch.equal(half.lookup("users", high), half.lookup("users", [1, -(2**63), -1]))
             with pytest.raises(
                 kvps.KeyNotFound, match="version 1 of 'small' has no table 'users'; it has: none"
             ):
