@@ -909,7 +909,7 @@ class KVStore(KVStoreBase, abc.ABC):
         dtype: str | torch.dtype | None = None,
         keep: int = 2,
         *,
-        tables: Iterable[EmbeddingTable | str] = (),
+        tables: EmbeddingTable | str | Iterable[EmbeddingTable | str] = (),
         timeout: float | None = None,
     ) -> int:
         """Give one version number to a set of tensors, for any process to read; see :func:`kvps.subscribe`.
@@ -945,7 +945,8 @@ class KVStore(KVStoreBase, abc.ABC):
         given = publication.tensors_of(source)
         keys = () if given is not None or source is None else self._begin_on(source, timeout).names
         tensors = dict(given or {})
-        for table in tables_of(self, self._name, self._tables, tables):
+        named = [tables] if isinstance(tables, EmbeddingTable | str) else tables
+        for table in tables_of(self, self._name, self._tables, named):
             for key, value in table.published().items():
                 if key in tensors or key in keys:
                     raise Mismatch(

@@ -32,7 +32,7 @@ def test_rows_are_those_of_one_version_whatever_is_pushed(tmp_path: Path) -> Non
                 seen.append({"users": users.pull(WANTED), "items": items.pull(WANTED[:60])})
             users.push([1, 20_000], torch.randn(2, 8))
             if rank == 0:
-                kv.publish("half", None, "bfloat16", tables=[users])
+                kv.publish("half", None, "bfloat16", tables=users)
                 kv.publish("small", {"w": torch.ones(2)})
                 users.export(tmp_path / "users.safetensors")
                 found = load_file(tmp_path / "users.safetensors")
@@ -79,7 +79,7 @@ table = kv.embedding("users", 4, init=("uniform", 0.5), optimizer="adagrad", lr=
 torch.manual_seed(kv.rank)
 for step in range(3):
     table.push(torch.randint(2_000, (400,)), torch.randn(400, 4))
-    kv.publish("ctr", tables=["users"])
+    kv.publish("ctr", tables="users")
 kv.checkpoint()
 if kv.rank == 0:
     with kvps.subscribe("ctr") as ctr:
