@@ -145,3 +145,28 @@ def test_a_front_end_with_state_on_the_workers_is_refused_once(processes: Proces
     assert job.wait(60.0) != 0, job
     assert job.err.count("this worker replaces a lost worker") == 1, job
     assert "use update_on_kvstore=True" in job.err
+
+
+def test_with_shrink_the_others_go_on_while_a_replacement_starts(processes: Processes) -> None:
+    script = processes.script(
+        "import os, pathlib, time\nimport kvps, torch\n"
+        "died, sits, went_on, end = map(pathlib.Path, ('died', 'sits', 'went-on', 'end'))\n"
+        "is_second = died.exists() and os.environ['KVPS_RANK'] == '1'\n"
+        "kv = kvps.create('dist_sync', timeout=30, on_worker_lost='shrink')\n"
+        "if is_second: sits.touch()\n"
+        "while is_second and not went_on.exists(): time.sleep(0.01)\n"
+        "kv.init('w', torch.zeros(4))\n"
+        "begin, steps, alone = kv.resume(['w']), 0, 0\n"
+        "while not end.exists():\n"
+        "    kv.pushpull('w', torch.ones(4)); steps += 1\n"
+        "    if kv.rank == 1 and not is_second: died.touch(); os._exit(5)\n"
+        "    alone += sits.exists()\n"
+        "    if kv.rank == 0 and alone == 50: went_on.touch()\n"
+        "    if is_second and steps == 20: end.touch()\n"
+        "print(f'began at {begin}, made {steps}', flush=True)\n"
+    )
+    job = processes.kvps("launch", "-n", 2, "-s", 2, "--max-restarts", 1, "--", sys.executable, script)
+    assert job.wait(60.0) == 0, job
+    begun = sorted(int(number) for number in re.findall(r"began at (\d+)", job.out))
+    assert begun[0] == 0, job
+    assert begun[1] > 50, "it begins where the others are"

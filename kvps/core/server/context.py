@@ -25,9 +25,9 @@ from kvps.core.server.sessions import WATCHED_MAX, Describe, Link, PendingRead, 
 from kvps.core.server.store import ServerStore
 from kvps.errors import Fenced, KvpsError, Mismatch, Overload, ProtocolError, Unauthorized
 from kvps.protocol.envelope import Envelope, Message, Packet, Role, maker
-from kvps.protocol.membership import Error, Ping, Pong, Return, View
+from kvps.protocol.membership import Error, History, Ping, Pong, Return, View
 from kvps.protocol.stores import Declare, Open, SetState
-from kvps.protocol.values import Push, PushRows, PushTables
+from kvps.protocol.values import Pull, Push, PushRows, PushTables
 
 _packet, _send = maker(Packet), maker(Send)
 
@@ -42,17 +42,21 @@ class StoreQuorum(NamedTuple):
     live: frozenset[int]
     """Their clocks count."""
     lost: frozenset[int]
+    """Lost, or replaced by a process that has not entered."""
     view: View | None
     """The view that says so."""
     away: frozenset[int]
     """The ranks that had joined then: they have run out of batches."""
 
     @classmethod
-    def of(cls, quorum: Quorum, opened: Open, view: View | None, away: frozenset[int]) -> StoreQuorum:
+    def of(
+        cls, quorum: Quorum, opened: Open, view: View | None, away: frozenset[int], outside: frozenset[int]
+    ) -> StoreQuorum:
         """Return the ranks that count in a store that was opened so."""
-        required = quorum.members(opened.on_worker_lost) - away
+        required = quorum.members(opened.on_worker_lost) - away - outside
         enough = frozenset[int]() if opened.quorum else required
-        return cls(required, enough, quorum.held - away, quorum.lost, view, away)
+        lost = quorum.lost | (outside & quorum.held)
+        return cls(required, enough, quorum.held - away - outside, lost, view, away)
 
 
 class RequestContext:
@@ -88,6 +92,8 @@ class RequestContext:
         """By rank: the newest incarnation that was heard of."""
         self._quorums: dict[str, StoreQuorum] = {}
         """By store, as of the view and the joins that it was made of."""
+        self.outside: dict[str, frozenset[int]] = {}
+        """Store that goes on without lost workers -> the ranks whose replacement has not entered it."""
         self.has_news = False
         """Something was set or refused that another pending request may wait for."""
         self._spoken_in = member.view
@@ -124,7 +130,8 @@ class RequestContext:
         view, away = self.member.view, store.joins.away
         known = self._quorums.get(store.name)
         if known is None or view is None or known.view is not view or known.away is not away:
-            known = StoreQuorum.of(self._ranks(store), store.opened, view, away)
+            outside = self.outside.get(store.name, frozenset())
+            known = StoreQuorum.of(self._ranks(store), store.opened, view, away, outside)
             self._quorums[store.name] = known
         return known
 
@@ -144,6 +151,7 @@ class RequestContext:
         """Count an added worker in a store from now on: rounds that are open wait for it, and its clock
         starts at that of the slowest live rank."""
         rank = session.rank
+        self._let_in(store, (rank,))
         is_added = self.member.quorum().added.get(rank) == session.incarnation
         if not is_added or store.entered.get(rank) == session.incarnation:
             return
@@ -153,6 +161,42 @@ class RequestContext:
             for span in chunk.spans:
                 if isinstance(span, FreeSpan):
                     span.admit(rank, self.quorum(store).live)
+
+    def hear_outsider(self, message: Message, session: Session) -> None:
+        """Count a replacement in a store from its first push on, or from its question what it owes."""
+        match message:
+            case Push() | PushTables():
+                self._let_in(self.store_of(message.chunk), message.ranks)
+            case PushRows():
+                self._let_in(self.store(message.store), message.ranks)
+            case Pull(values=False):
+                self._let_in(self.store_of(message.chunk), (session.rank,))
+            case History():
+                self._let_in(self.store(message.store), (session.rank,))
+            case _:
+                pass
+
+    def _let_in(self, store: ServerStore, ranks: Iterable[int]) -> None:
+        outside = self.outside.get(store.name, frozenset())
+        if outside.isdisjoint(ranks):
+            return
+        self._leave_outside(store, outside.difference(ranks))
+        for rank in outside.intersection(ranks):
+            self._start_clock(store, rank)
+
+    def _leave_outside(self, store: ServerStore, ranks: frozenset[int]) -> None:
+        self._quorums.pop(store.name, None)
+        self.outside[store.name] = ranks
+        if not ranks:
+            del self.outside[store.name]
+
+    def _start_clock(self, store: ServerStore, rank: int) -> None:
+        """Let the clock of a rank that a new process holds start at that of the slowest live rank."""
+        live = self.quorum(store).live
+        for chunk in self.chunks.of_store(store.name):
+            for span in chunk.spans:
+                if isinstance(span, FreeSpan):
+                    span.replace(rank, live)
 
     def forget_left(self, left: Iterable[int]) -> None:
         """Note that these ranks have no holder that any store waits for."""
@@ -175,12 +219,12 @@ class RequestContext:
         old = self.sessions.pop(rank, None)
         if old is not None:
             old.pending.clear()
+        # All wait for the successor of a process that this server has not met: perhaps the job was forming.
+        is_late = old is not None or any(rank in ranks for ranks in self.outside.values())
         for store in self.stores.values() if before else ():
-            live = self.quorum(store).live
-            for chunk in self.chunks.of_store(store.name):
-                for span in chunk.spans:
-                    if isinstance(span, FreeSpan):
-                        span.replace(rank, live)
+            if is_late and store.opened.on_worker_lost == "shrink":
+                self._leave_outside(store, self.outside.get(store.name, frozenset()) | {rank})
+            self._start_clock(store, rank)
 
     def check_place(self, envelope: Envelope) -> None:
         """Check that ``envelope`` names a place in this job.

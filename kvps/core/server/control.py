@@ -468,6 +468,7 @@ class Control:
         """Drop a store that has ended, with its values."""
         name, context = store.name, self._context
         del context.stores[name]
+        context.outside.pop(name, None)
         numbers = self._chunks.drop(name)
         self._ingest.drop(numbers)
         self._rules.drop(name)

@@ -596,6 +596,8 @@ class Server(Core):
         if not isinstance(message, p.Probe | p.Revive):
             context.check_request(message, session)
             session.asked_at = now
+            if context.outside:
+                context.hear_outsider(message, session)
         match message:
             case p.Push():
                 ingest.push(session, seq, message, packet)
