@@ -23,7 +23,7 @@ def mixed(states: Bits) -> Bits:
 
     Example:
         >>> import numpy as np
-        >>> [hex(one) for one in mixed(np.array([GOLDEN], np.uint64)).tolist()]
+        >>> [hex(word) for word in mixed(np.array([GOLDEN], np.uint64)).tolist()]
         ['0xe220a8397b1dcdaf']
     """
     bits = states ^ (states >> np.uint64(30))

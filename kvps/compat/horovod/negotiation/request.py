@@ -88,9 +88,9 @@ def difference(first: int, request: CollectiveRequest, second: int, other: Colle
     """Return how the requests of two ranks differ, in words; empty if they fit together.
 
     Example:
-        >>> one = CollectiveRequest("x", ALLREDUCE, parts=(Part("float32", (2,)),), op="sum")
+        >>> first = CollectiveRequest("x", ALLREDUCE, parts=(Part("float32", (2,)),), op="sum")
         >>> other = CollectiveRequest("x", ALLREDUCE, parts=(Part("float32", (3,)),), op="sum")
-        >>> difference(0, one, 1, other)
+        >>> difference(0, first, 1, other)
         'shapes differ: rank 0 has float32[2], rank 1 has float32[3]'
     """
 
