@@ -37,7 +37,7 @@ def main(workloads: list[str]) -> None:
                 times_ms.append(1e3 * (time.perf_counter() - began))
             assert all(bool((out == kv.num_workers).all()) for out in outs)
             if kv.rank == 0:
-                whole, pushed = (statistics.median(one[WARM_UP:]) for one in (times_ms, called_ms))
+                whole, pushed = (statistics.median(item[WARM_UP:]) for item in (times_ms, called_ms))
                 print(f"{workload}: {whole:.2f} ms a push and pull; push returns after {pushed:.2f} ms")
 
 

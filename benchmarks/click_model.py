@@ -218,7 +218,7 @@ def told(task: Task, found: dict[str, list[list[dict[str, Any]]]]) -> str:
         cpu = statistics.median(turn[0]["cpu"] for turn in turns) / WORKERS
         figures = [f"{step:.1f}", *ratios, *[f"{ms:.1f}" for ms in phases], f"{sent:.2f}", f"{cpu:.1f}"]
         each = " ".join(f"{ms:.0f}" for ms in steps[way])
-        lines.append(f"{way:12}" + "".join(f"{one:>10}" for one in figures) + f"  [{each}]")
+        lines.append(f"{way:12}" + "".join(f"{figure:>10}" for figure in figures) + f"  [{each}]")
     return "\n".join(lines)
 
 

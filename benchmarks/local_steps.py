@@ -122,25 +122,25 @@ def main() -> None:
             if given.what == "reference":
                 from benchmarks.local_steps_reference import trained
 
-                one = trained(workers, words)
+                server = trained(workers, words)
             else:
-                one = (
+                server = (
                     launched(workers, words, AWAY.get(name))
                     if given.what == "losses"
                     else linked(given, words)
                 )
-            one |= {"row": name, "seed": seed, "workers": workers}
-            runs.append(one)
+            server |= {"row": name, "seed": seed, "workers": workers}
+            runs.append(server)
             if given.json:
                 with given.json.open("a") as file:
-                    file.write(json.dumps(one | {"what": given.what, "rate": given.rate}) + "\n")
+                    file.write(json.dumps(server | {"what": given.what, "rate": given.rate}) + "\n")
         print(line(name, runs), flush=True)
 
 
 def line(name: str, runs: list[dict[str, float]]) -> str:
     """Return one row of the table: means over the seeds."""
-    losses = " ".join([f"{one['loss']:.4f}" for one in runs])
-    mean = {key: statistics.fmean([one[key] for one in runs]) for key in runs[0] if key not in TEXTS}
+    losses = " ".join([f"{run['loss']:.4f}" for run in runs])
+    mean = {key: statistics.fmean([run[key] for run in runs]) for key in runs[0] if key not in TEXTS}
     ages = [
         f"rank {rank}: {mean[f'merges_{rank}']:.0f} merges, the last after "
         f"{mean[f'last_steps_{rank}']:.0f} steps, "
@@ -221,13 +221,13 @@ def linked(given: argparse.Namespace, words: list[str]) -> dict[str, float]:
             start(1 + rank, str(EXAMPLE), *words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             for rank in range(given.workers)
         ]
-        said = [one.communicate()[0] for one in workers]
+        said = [worker.communicate()[0] for worker in workers]
         of_rank_0 = next(index for index, text in enumerate(said) if '{"loss"' in text)
         counter = "/sys/class/net/eth0/statistics/tx_bytes"
         read = hosts.inside(1 + of_rank_0, ["cat", counter])
         crossed = int(subprocess.run(read, capture_output=True, text=True, check=True).stdout)
-        for one in base:
-            one.wait(60)
+        for item in base:
+            item.wait(60)
         return record_of(said[of_rank_0]) | {"crossed_bytes": crossed}
 
 
@@ -263,23 +263,25 @@ def kills(given: argparse.Namespace) -> None:
             time.sleep(max(0.0, begin + (len(killed) + 1) * given.kill_every - time.time()))
             rank = len(killed) % given.workers
             newest = notes_of(folder, given.workers)[rank][-1]
-            if any(rank == one and newest["at"] < at for one, at in killed):
+            if any(rank == item and newest["at"] < at for item, at in killed):
                 raise SystemExit(f"rank {rank} has not come back since it was killed last")
             os.kill(newest["pid"], signal.SIGKILL)
             killed.append((rank, time.time()))
         if job.wait(timeout=given.seconds):
             raise SystemExit(f"the job ended with {job.returncode}")
         ranks = notes_of(folder, given.workers)
-    merged = [one for notes in ranks for one in notes if one["event"] == "merge" and begin < one["at"] <= end]
+    merged = [
+        note for notes in ranks for note in notes if note["event"] == "merge" and begin < note["at"] <= end
+    ]
     steps, possible = (
-        sum([one["steps"] for one in merged]),
+        sum([item["steps"] for item in merged]),
         given.workers * given.seconds / given.step_seconds,
     )
     away = []
     for rank, at in killed:
-        later = [one["at"] for one in ranks[rank] if one["event"] == "begin" and one["at"] > at]
+        later = [item["at"] for item in ranks[rank] if item["event"] == "begin" and item["at"] > at]
         away.append((later[0] if later else end) - at)
-    losses = [one["loss"] for notes in ranks for one in notes if one["event"] == "end"]
+    losses = [note["loss"] for notes in ranks for note in notes if note["event"] == "end"]
     print(
         f"{given.workers} workers, {given.seconds:.0f} s, {len(killed)} kills: {steps} of "
         f"{possible:.0f} steps "

@@ -41,7 +41,7 @@ class Outer:
         self._replicas = [dict(model.named_parameters()) for model in models]
         first = self._replicas[0]
         self._weights = {name: param.detach().clone() for name, param in first.items()}
-        self._momenta = {name: torch.zeros_like(one) for name, one in self._weights.items()}
+        self._momenta = {name: torch.zeros_like(item) for name, item in self._weights.items()}
         self._lr, self._momentum = lr, momentum
 
     def mean(self, name: str) -> torch.Tensor:
@@ -84,9 +84,9 @@ def trained(workers: int, words: list[str]) -> dict[str, float]:
     ]
     schedulers = [
         torch.optim.lr_scheduler.OneCycleLR(
-            one, flags.lr, total_steps=steps_of(flags, rank, workers) + 1, pct_start=flags.warm_up
+            item, flags.lr, total_steps=steps_of(flags, rank, workers) + 1, pct_start=flags.warm_up
         )
-        for rank, one in enumerate(optimizers)
+        for rank, item in enumerate(optimizers)
     ]
     size = max(1, flags.batch_size // workers)
     sources = [
@@ -105,8 +105,8 @@ def trained(workers: int, words: list[str]) -> dict[str, float]:
     outer = Outer(models, flags.outer_lr, flags.momentum)
     merged: dict[str, torch.Tensor] = {}
     for _ in range(flags.steps):
-        for one in optimizers:
-            one.zero_grad()
+        for item in optimizers:
+            item.zero_grad()
         for model, source in zip(models, sources, strict=True):
             loss = loss_of(model, *next(source), is_exact=flags.float32)
             (loss / workers if flags.every_step else loss).backward()
@@ -177,8 +177,8 @@ class AsyncOuter:
 
     def __init__(self, model: GPT, lr: float, momentum: float, period: int, share: float) -> None:
         self._weights = [param.detach().clone() for param in model.parameters()]
-        self._momenta = [torch.zeros_like(one) for one in self._weights]
-        self._pending = [torch.zeros_like(one) for one in self._weights]
+        self._momenta = [torch.zeros_like(weight) for weight in self._weights]
+        self._pending = [torch.zeros_like(weight) for weight in self._weights]
         self._lr, self._momentum, self._period, self._share = lr, momentum, period, share
         self.version = 0
 

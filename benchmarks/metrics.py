@@ -118,15 +118,15 @@ def main() -> None:
         for turn in range(flags.turns):
             order = [("off", {}), ("on", ON)] if turn % 2 else [("on", ON), ("off", {})]
             for name, more in order:
-                one = run(more, flags, path)
-                found[name].append(one)
+                item = run(more, flags, path)
+                found[name].append(item)
                 load = os.getloadavg()[0]
                 print(
-                    f"{name}: {one.ms:.1f} ms, {one.cpu_s:.1f} s of processors, load {load:.1f}", flush=True
+                    f"{name}: {item.ms:.1f} ms, {item.cpu_s:.1f} s of processors, load {load:.1f}", flush=True
                 )
     for title, values in (
-        ("round", [[one.ms for one in found[name]] for name in ("on", "off")]),
-        ("processor time", [[one.cpu_s for one in found[name]] for name in ("on", "off")]),
+        ("round", [[item.ms for item in found[name]] for name in ("on", "off")]),
+        ("processor time", [[item.cpu_s for item in found[name]] for name in ("on", "off")]),
     ):
         ratios = [on / off for on, off in zip(*values, strict=True)]
         print(

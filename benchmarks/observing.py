@@ -65,10 +65,10 @@ def main() -> None:
                 load = os.getloadavg()[0]
                 print(f"turn {turn + 1}  {kind:<16} {times[kind][-1]:8.2f} ms  load {load:.1f}", flush=True)
     for kind, found in times.items():
-        ratios = [one / base for one, base in zip(found, times["neither"], strict=True)]
+        ratios = [item / base for item, base in zip(found, times["neither"], strict=True)]
         print(
             f"{kind:<16} median {statistics.median(found):8.2f} ms  ratio to neither, turn by turn: "
-            f"{' '.join(f'{one:.2f}' for one in ratios)}, median {statistics.median(ratios):.3f}"
+            f"{' '.join(f'{ratio:.2f}' for ratio in ratios)}, median {statistics.median(ratios):.3f}"
         )
 
 

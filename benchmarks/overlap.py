@@ -69,7 +69,7 @@ def main() -> None:
     )
     print("| way | step, s | of max(computation, M/B) |\n|---|---|---|")
     for way, turns in found.items():
-        step_s = statistics.median([one for turn in turns for one in turn["times"]])
+        step_s = statistics.median([item for turn in turns for item in turn["times"]])
         print(f"| {way} | {step_s:.2f} | {step_s / floor_s:.2f} |")
     if flags.json:
         flags.json.write_text(json.dumps(found))
@@ -81,8 +81,8 @@ def _bytes() -> int:
     count = 0
     for shape in resnet50():
         size = 1
-        for one in shape:
-            size *= one
+        for item in shape:
+            size *= item
         count += size
     return 4 * count
 
@@ -113,7 +113,7 @@ def _run(hosts: Namespaces, way: str, steps: int, waits: tuple[float, float]) ->
             start(WORKERS + rank, *server, "--insecure")
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        words = [way, str(steps), *(str(one) for one in waits), str(SAMPLE_S), str(report)]
+        words = [way, str(steps), *(str(wait) for wait in waits), str(SAMPLE_S), str(report)]
         for rank in range(WORKERS):
             where = {
                 **{"RANK": str(rank), "WORLD_SIZE": str(WORKERS), "KVPS_RANK": str(rank)},
@@ -121,7 +121,7 @@ def _run(hosts: Namespaces, way: str, steps: int, waits: tuple[float, float]) ->
                 "GLOO_SOCKET_IFNAME": "eth0",
             }
             start(rank, str(WORKER), *words, **where)
-        codes = [one.wait() for one in reversed(started)]
+        codes = [process.wait() for process in reversed(started)]
         if any(codes):
             raise SystemExit(f"{way}: the processes ended with {codes}")
         return json.loads(report.read_text())
@@ -134,16 +134,16 @@ def _draw(found: dict[str, Any], path: Path, rate: str) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    longest = max(one["step"][1] - one["step"][0] for one in found.values())
+    longest = max(item["step"][1] - item["step"][0] for item in found.values())
     figure, rows = pyplot.subplots(
         len(found), 1, figsize=(9, 1.9 * len(found)), sharex=True, layout="constrained", squeeze=False
     )
-    for (way, one), axes in zip(found.items(), rows[:, 0], strict=True):
-        begin, end = one["step"]
+    for (way, item), axes in zip(found.items(), rows[:, 0], strict=True):
+        begin, end = item["step"]
         for what, height, colour in (("forward", 0, "tab:green"), ("backward", 0, "tab:blue")):
-            bars = [(at - begin, to - at) for name, at, to in one["spans"] if name == what]
+            bars = [(at - begin, to - at) for name, at, to in item["spans"] if name == what]
             axes.broken_barh(bars, (height, -18), color=colour, label=what)
-        samples = [row for row in one["traffic"] if begin - 0.1 <= row[0] <= end + 0.1]
+        samples = [row for row in item["traffic"] if begin - 0.1 <= row[0] <= end + 0.1]
         for column, label, colour in ((1, "sent", "tab:orange"), (2, "received", "tab:red")):
             pairs = list(zip(samples, samples[4:], strict=False))
             times = [(a[0] + b[0]) / 2 - begin for a, b in pairs]

@@ -66,7 +66,7 @@ def main() -> None:
             server = ("-m", "kvps.cli.server", "--scheduler", scheduler, "--bind", bind)
             started.append(_start(hosts, 1 + rank, env, *server, "--insecure"))
         started.append(_start(hosts, 0, env, "-c", WORKER))
-        codes = [one.wait() for one in reversed(started)]
+        codes = [process.wait() for process in reversed(started)]
         if any(codes):
             raise SystemExit(f"the processes ended with {codes}")
 

@@ -46,18 +46,18 @@ def main() -> None:
         work(given, given.as_worker)
         return
     if len(given.rates) > 1:
-        each = [[*_without_rates(sys.argv[1:]), "--json", "--rates", str(one)] for one in given.rates]
+        each = [[*_without_rates(sys.argv[1:]), "--json", "--rates", str(rate)] for rate in given.rates]
         running = [
             subprocess.Popen([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True)
             for words in each
         ]
-        found = [json.loads(line) for one in running for line in one.communicate()[0].splitlines()]
-        failed = any(one.returncode for one in running)
+        found = [json.loads(line) for item in running for line in item.communicate()[0].splitlines()]
+        failed = any(process.returncode for process in running)
     else:
         found, failed = measure(given, given.rates[0])
-    for one in found:
-        print(json.dumps(one) if given.json else _line(one), flush=True)
-    if failed or any(one["ratio"] > given.limit for one in found):
+    for item in found:
+        print(json.dumps(item) if given.json else _line(item), flush=True)
+    if failed or any(item["ratio"] > given.limit for item in found):
         raise SystemExit(1)
 
 
@@ -72,10 +72,10 @@ def _without_rates(words: list[str]) -> list[str]:
     return words[:at] + words[end:]
 
 
-def _line(one: dict[str, float | str]) -> str:
+def _line(item: dict[str, float | str]) -> str:
     return (
-        f"{one['rate']:>5g} Mbit/s  {one['act']:<10} {one['MB']:>7.2f} MB  ideal {one['ideal']:>6.1f} s  "
-        f"took {one['took']:>6.1f} s  ratio {one['ratio']:>5.2f}  bytes {one['bytes']:>5.2f}"
+        f"{item['rate']:>5g} Mbit/s  {item['act']:<10} {item['MB']:>7.2f} MB  ideal {item['ideal']:>6.1f} s  "
+        f"took {item['took']:>6.1f} s  ratio {item['ratio']:>5.2f}  bytes {item['bytes']:>5.2f}"
     )
 
 
@@ -117,23 +117,23 @@ def measure(given: argparse.Namespace, rate: float) -> tuple[list[dict[str, floa
         base.append(start(0, *cli, stderr=log, stdout=log))
         words = (__file__, "--as-worker", str(rate), *_without_rates(sys.argv[1:]))
         workers = [start(1 + rank, *words, stdout=subprocess.PIPE) for rank in range(given.workers)]
-        said = [one.communicate()[0] for one in workers]
-        codes = [one.returncode for one in workers]
+        said = [worker.communicate()[0] for worker in workers]
+        codes = [worker.returncode for worker in workers]
         if any(codes):
-            for one in base:
-                one.terminate()
-        codes += [one.wait() for one in base]
+            for item in base:
+                item.terminate()
+        codes += [item.wait() for item in base]
     records = [json.loads(line) for some in said for line in some.splitlines()]
     found = []
     for act in given.acts:
-        of_act = [one for one in records if one["act"] == act]
+        of_act = [record for record in records if record["act"] == act]
         if not of_act:
             continue
-        took = max(one["end"] for one in of_act) - min(one["begin"] for one in of_act)
+        took = max(item["end"] for item in of_act) - min(item["begin"] for item in of_act)
         size, share = sizes(given, rate)[act], shares(given.workers)[act]
         ideal = share * size * 8 / (rate * 1e6)
         way = "rx" if act in ("pull", "rows") or (act == "broadcast" and given.workers > 1) else "tx"
-        crossed = sum(one[way] for one in of_act)
+        crossed = sum(item[way] for item in of_act)
         found.append(
             {
                 "rate": rate,

@@ -82,7 +82,7 @@ def apart(given: argparse.Namespace) -> None:
             started.append(start(host, *cli))
         words = (__file__, "--as-worker", *sys.argv[1:])
         started += [start(worker, *words) for worker in range(given.workers)]
-        codes = [one.wait() for one in started]
+        codes = [process.wait() for process in started]
     if any(codes):
         raise SystemExit(f"the processes ended with {codes}")
 
@@ -160,7 +160,7 @@ def floor(given: argparse.Namespace) -> None:
     for _ in range(given.rounds + 3):
         batches = [torch.randperm(given.rows)[:count] for _ in range(2 * given.workers)]
         begin = time.perf_counter()
-        ordered = [in_order(one) for one in batches]
+        ordered = [in_order(batch) for batch in batches]
         for (_, places), rows, out in zip(ordered, pushed, shared, strict=False):
             torch.index_select(rows, 0, places, out=out)  # to where servers read them
         ids, at = numbered(torch.cat([ids for ids, _ in ordered[: given.workers]]), are_runs=True)

@@ -69,7 +69,7 @@ def by_launch(
 def by_commands(commands: Sequence[Sequence[str]], env: Mapping[str, str] | None = None) -> float:
     """Return the seconds until commands have ended that run side by side."""
     began = time.monotonic()
-    started = [subprocess.Popen(one, env={**os.environ, **(env or {})}) for one in commands]
+    started = [subprocess.Popen(command, env={**os.environ, **(env or {})}) for command in commands]
     for process in started:
         assert process.wait() == 0, process.args
     return time.monotonic() - began
@@ -150,10 +150,10 @@ def by_actors() -> float:
 
     began = time.monotonic()
     actors = [Importer.remote() for _ in range(WORKERS + SERVERS)]
-    ray.get([one.load.remote() for one in actors])
+    ray.get([actor.load.remote() for actor in actors])
     took_s = time.monotonic() - began
-    for one in actors:
-        ray.kill(one)
+    for actor in actors:
+        ray.kill(actor)
     return took_s
 
 

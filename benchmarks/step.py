@@ -104,15 +104,17 @@ def cpu_ms(parent: int) -> float:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            threads = [int((one / "schedstat").read_text().split()[0]) for one in (folder / "task").iterdir()]
+            threads = [
+                int((path / "schedstat").read_text().split()[0]) for path in (folder / "task").iterdir()
+            ]
         except OSError:  # it has ended
             continue
         parents[int(folder.name)] = int(fields[1])
         spent[int(folder.name)] = sum(threads) / 1e6
     known = {parent}
-    while new := {one for one, above in parents.items() if above in known} - known:
+    while new := {item for item, above in parents.items() if above in known} - known:
         known |= new
-    return sum([spent[one] for one in known - {parent}])
+    return sum([spent[item] for item in known - {parent}])
 
 
 def work(way: str, steps: int, folder: Path, parent: int) -> None:
@@ -133,7 +135,7 @@ def work(way: str, steps: int, folder: Path, parent: int) -> None:
     spent_ms = cpu_ms(parent) - before_ms
     if way == "trainer servers":
         model(batch)
-    weights = torch.cat([one.detach().flatten()[:: WIDTH + 1] for one in model.parameters()])
+    weights = torch.cat([param.detach().flatten()[:: WIDTH + 1] for param in model.parameters()])
     found = {"times": times[3:], "cpu_ms": spent_ms / steps, "weights": weights.tolist()}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     if way.startswith("ddp"):
@@ -159,8 +161,8 @@ def run(way: str, flags: argparse.Namespace, folder: Path) -> tuple[float, float
         subprocess.run(command, check=True)
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(flags.workers)]
     if way != "alone":
-        assert all(one["weights"] == found[0]["weights"] for one in found), way
-    step_ms = max(statistics.median(one["times"]) for one in found)
+        assert all(item["weights"] == found[0]["weights"] for item in found), way
+    step_ms = max(statistics.median(item["times"]) for item in found)
     return step_ms, found[0]["cpu_ms"] / flags.workers, found[0]["weights"]
 
 

@@ -48,7 +48,7 @@ def main() -> None:
         base = _rate(found[case]["ddp gloo"])
         for way, ranks in found[case].items():
             reached = [at for at, right in ranks[0]["curve"] if right >= GOAL]
-            steps = " / ".join(str(one["steps"]) for one in ranks)
+            steps = " / ".join(str(rank["steps"]) for rank in ranks)
             rate = _rate(ranks)
             until = f"{reached[0]:.1f}" if reached else "-"
             print(f"| {way} | {rate:.0f} | {rate / base:.2f} | {until} | {steps} |")
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _rate(ranks: list[Any]) -> float:
-    return sum(one["steps"] * BATCH / one["seconds"] for one in ranks)
+    return sum(rank["steps"] * BATCH / rank["seconds"] for rank in ranks)
 
 
 def _run(way: str, case: str, flags: argparse.Namespace) -> list[Any]:

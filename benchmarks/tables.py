@@ -158,7 +158,7 @@ def main() -> None:
     for name, batches in (("uniform", uniform), ("as words are used", skewed)):
         timed(f"pushes, {name}", batches, is_push=True)
         timed(f"pulls, {name}", batches, is_push=False)
-    small = [one[at : at + 1000] for one in uniform for at in range(0, 10_000, 1000)]
+    small = [item[at : at + 1000] for item in uniform for at in range(0, 10_000, 1000)]
     timed("pushes of 1,000", small, is_push=True)
     timed("pulls of 1,000", small, is_push=False)
 

@@ -51,7 +51,7 @@ def main() -> None:
 def rows_of(trace: MergedTrace) -> list[tuple[str, Process, bool]]:
     """Return the rows: name, process, and whether it is that of the script."""
     rows = []
-    for process in sorted(trace.processes, key=lambda one: (-one.node.role, one.node.rank)):
+    for process in sorted(trace.processes, key=lambda item: (-item.node.role, item.node.rank)):
         if process.node.role is Role.WORKER:
             rows.append((f"{process.name} script", process, True))
         rows.append((f"{process.name} loop", process, False))

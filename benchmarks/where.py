@@ -103,7 +103,7 @@ class Timers:
         for (thread, kind), (calls, cpu, wall) in list(self._totals.items()):
             times = {"calls": calls, "cpu_ms": cpu / 1e6, "wall_ms": wall / 1e6}
             found.setdefault(thread, {})[kind] = times
-        named = {one.native_id: one.name for one in threading.enumerate()}
+        named = {field.native_id: field.name for field in threading.enumerate()}
         for task in Path("/proc/self/task").iterdir():
             name = named.get(int(task.name)) or (task / "comm").read_text().strip()
             on_cpu_ms = int((task / "schedstat").read_text().split()[0]) / 1e6
@@ -188,7 +188,7 @@ def measure(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Times], 
             role = name.split()[0]
             again = [sys.executable, __file__, *sys.argv[1:], "--as-role", role, folder / name]
             named[name] = subprocess.Popen(
-                [str(one) for one in again],
+                [str(item) for item in again],
                 env=env | ({"KVPS_RANK": name.split()[1]} if role == "worker" else {}),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if name == "worker 0" else None,
@@ -207,12 +207,12 @@ def measure(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Times], 
             first.stdin.write(b".")
             first.stdin.flush()
         _, text = first.communicate()
-        for one in started:
-            one.wait(30)
+        for process in started:
+            process.wait(30)
     finally:
-        for one in started:
-            one.kill()
-            one.wait()
+        for process in started:
+            process.kill()
+            process.wait()
     before, after = states
     found = {name: between(before[name], after[name]) for name in named}
     return found, json.loads(text.splitlines()[-1])
@@ -269,17 +269,17 @@ def rows(name: str, times: Times, rounds: int) -> Iterator[tuple[str, str, float
     for thread, kinds in sorted(times.items()):
         steps = kinds.get("step", {})
         is_script = name.startswith("worker") and thread == "MainThread"
-        inner = [one for kind, one in kinds.items() if kind and kind != "step"]
+        inner = [item for kind, item in kinds.items() if kind and kind != "step"]
         whole_ms = kinds.get("", {}).get("cpu_ms", 0.0)
         if is_script:
-            whole_ms = steps.get("cpu_ms", 0.0) + sum(one["cpu_ms"] for one in inner)
+            whole_ms = steps.get("cpu_ms", 0.0) + sum(item["cpu_ms"] for item in inner)
         if whole_ms / rounds < 0.005:
             continue
         yield thread, "all", 0, whole_ms / rounds, 0.0
-        for kind, one in sorted(kinds.items()):
+        for kind, item in sorted(kinds.items()):
             if kind and kind != "step":
-                yield thread, kind, *(one[what] / rounds for what in ("calls", "cpu_ms", "wall_ms"))
-        rest_ms = whole_ms - sum(one["cpu_ms"] for one in inner)
+                yield thread, kind, *(item[what] / rounds for what in ("calls", "cpu_ms", "wall_ms"))
+        rest_ms = whole_ms - sum(item["cpu_ms"] for item in inner)
         if inner:
             yield thread, "everything else", 0, rest_ms / rounds, 0.0
 

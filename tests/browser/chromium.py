@@ -30,7 +30,7 @@ def missing() -> str:
         import selenium  # noqa: F401, an extra
     except ImportError:
         return "selenium is not installed: pip install -e '.[browser]'"
-    lacking = [one for one in ("chromium", "chromedriver") if shutil.which(one) is None]
+    lacking = [item for item in ("chromium", "chromedriver") if shutil.which(item) is None]
     return (
         f"{' and '.join(lacking)} is not installed: apt-get install chromium chromium-driver"
         if lacking
@@ -60,11 +60,11 @@ class Page:
     def values(self) -> tuple[int, list[tuple[str, str, Any, str]]]:
         """Return the number of the sample that is shown, and each value's path, format, value and text."""
         found = self.run(VALUES)
-        return found["sample"], [tuple(one) for one in found["values"]]
+        return found["sample"], [tuple(item) for item in found["values"]]
 
     def complaints(self) -> list[str]:
         """Return what the console has said since the last time, of errors and warnings."""
-        return [one["message"] for one in self.driver.get_log("browser") if one["level"] != "INFO"]
+        return [item["message"] for item in self.driver.get_log("browser") if item["level"] != "INFO"]
 
     def requests(self) -> set[str]:
         """Return the hosts that the page has asked."""

@@ -100,7 +100,9 @@ class Training:
         def is_busy() -> bool:
             now = self.status()
             servers = now.get("servers", [])
-            is_measured = len(servers) == len(self.servers) and all(one["round_p50_s"] for one in servers)
+            is_measured = len(servers) == len(self.servers) and all(
+                server["round_p50_s"] for server in servers
+            )
             return is_measured and bool(now["checkpoints"]["kept"])
 
         until(is_busy, "measured rounds and a checkpoint", 120.0)

@@ -210,7 +210,7 @@ def test_a_token_is_asked_for(processes: Processes) -> None:
         page.run(give, "s3cret")
         until_said(page, "#phase", "forming")
         assert page.run("return document.getElementById('login').hidden")
-        refused = [one for one in page.complaints() if "401" not in one]
+        refused = [complaint for complaint in page.complaints() if "401" not in complaint]
         assert refused == []
     job.process.signal(signal.SIGTERM)
     job.process.wait()
@@ -223,8 +223,8 @@ def test_few_clients_have_events_and_one_that_is_gone_makes_room(processes: Proc
     assert streams[-1].readline().startswith(b"data: {")
     assert get(f"{url}/events")[0] == 503
     assert get(f"{url}/statusz")[0] == 200
-    for one in streams:
-        one.close()
+    for stream in streams:
+        stream.close()
 
     def has_room() -> bool:
         try:

@@ -31,7 +31,7 @@ def listening(pids: set[int]) -> set[int]:
     found = set()
     for pid in pids:
         try:
-            links = [os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir()]
+            links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
         except OSError:
             continue
         if inodes.intersection(links):
@@ -55,5 +55,5 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     ports, shared = listening({os.getpid()}), set(os.listdir("/dev/shm"))
     yield
     assert listening({os.getpid()}) == ports, "this process still listens"
-    assert not {one for one in set(os.listdir("/dev/shm")) - shared if "kvps" in one}
+    assert not {item for item in set(os.listdir("/dev/shm")) - shared if "kvps" in item}
     assert not namespaces(), "network namespaces are left"

@@ -68,8 +68,8 @@ def behind(
                 cluster.scheduler = proxies[-1].endpoint
             yield cluster
     finally:
-        for one in proxies:
-            one.close()
+        for item in proxies:
+            item.close()
 
 
 def train(mode: str, steps: int, rank: int, limit_s: float = LIMIT_S) -> None:

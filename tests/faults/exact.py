@@ -88,8 +88,8 @@ def digest(kv: kvps.KVStore, names: list[str], folder: Path) -> str:
     kv.save_optimizer_states(str(path))
     states = sorted(load_file(path).items())
     sum_ = hashlib.sha256()
-    for one in [*(row for _, row in states), *kv.pull(names)]:
-        sum_.update(one.numpy().tobytes())
+    for item in [*(row for _, row in states), *kv.pull(names)]:
+        sum_.update(item.numpy().tobytes())
     titles = " ".join(title for title, _ in states)
     return f"{kv.version(names)} {titles} {sum_.hexdigest()}"
 

@@ -90,10 +90,10 @@ class Flip(Mischief):
         if self._dice[name].random() >= self._share:
             return [frames]
         self.done[name] += 1
-        damaged = [bytearray(one) for one in frames]
-        frame = self._random.choice([one for one in damaged if one])
+        damaged = [bytearray(item) for item in frames]
+        frame = self._random.choice([item for item in damaged if item])
         frame[self._random.randrange(len(frame))] ^= 1 << self._random.randrange(8)
-        return [[bytes(one) for one in damaged]]
+        return [[bytes(item) for item in damaged]]
 
 
 def name_of(frames: Frames) -> str:
@@ -135,18 +135,18 @@ class FrameProxy:
     def _poll(self) -> None:
         poller = zmq.Poller()
         poller.register(self._front, zmq.POLLIN)
-        for one in self._backs.values():
-            poller.register(one, zmq.POLLIN)
+        for item in self._backs.values():
+            poller.register(item, zmq.POLLIN)
         ready = dict(poller.poll(50))
         if self._front in ready:
             for route, *frames in _waiting(self._front):
-                for one in self._mischief.pass_on(frames, (self._server, route), True):
-                    self._back(route).send_multipart(one)
+                for item in self._mischief.pass_on(frames, (self._server, route), True):
+                    self._back(route).send_multipart(item)
         for route, back in self._backs.items():
             if back in ready:
                 for frames in _waiting(back):
-                    for one in self._mischief.pass_on(frames, (self._server, route), False):
-                        self._front.send_multipart([route, *one])
+                    for item in self._mischief.pass_on(frames, (self._server, route), False):
+                        self._front.send_multipart([route, *item])
 
     def _back(self, route: bytes) -> zmq.Socket[bytes]:
         if route not in self._backs:

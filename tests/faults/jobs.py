@@ -73,10 +73,10 @@ class Job:
         """
         took = {}
         reached = self.reached()
-        for one, after in zip(reached, [*reached[1:], None], strict=True):
-            point = self.points[one.place]
+        for item, after in zip(reached, [*reached[1:], None], strict=True):
+            point = self.points[item.place]
             rank = re.match(r"worker-(\d+)", point)
-            later = [at for at in self.rounds(int(rank[1])) if at > one.at] if rank else []
+            later = [at for at in self.rounds(int(rank[1])) if at > item.at] if rank else []
             if later and (after is None or later[0] < after.at):
-                took[point] = later[0] - one.at
+                took[point] = later[0] - item.at
         return took

@@ -98,13 +98,13 @@ class TcpProxy:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._threads[0].join()
         self._listener.close()
-        for one in self._sockets:
+        for sock in self._sockets:
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join()
-        for one in self._sockets:
-            one.close()
+        for sock in self._sockets:
+            sock.close()
 
     def _accept(self) -> None:
         while True:
@@ -119,8 +119,8 @@ class TcpProxy:
                 continue
             stream = self._plan(len(self.streams))
             self.streams.append(stream)
-            for one in (client, server):
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for item in (client, server):
+                item.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._sockets += [client, server]
             for source, target in ((client, server), (server, client)):
                 thread = threading.Thread(target=self._carry, args=(stream, source, target), name="tcp proxy")
@@ -140,8 +140,8 @@ class TcpProxy:
                         time.sleep(len(piece) / stream.bytes_per_s)
             if stream.is_mute:
                 return  # the one who closed it did; the other is not told
-        for one in (source, target):
+        for item in (source, target):
             with suppress(OSError):
                 if stream.is_cut and stream.by_reset:
-                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_NONE)
-                one.shutdown(socket.SHUT_RDWR)
+                    item.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_NONE)
+                item.shutdown(socket.SHUT_RDWR)

@@ -66,13 +66,13 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
         pytest.skip("mounting is for root")
     if not (shutil.which("unshare") and shutil.which("nsenter")):
         pytest.skip("util-linux is not installed")
-    one = SmallDisk(tmp_path / "state")
+    small_disk = SmallDisk(tmp_path / "state")
     try:
-        if not one.is_there:
+        if not small_disk.is_there:
             pytest.skip("no file system can be mounted here")
-        yield one
+        yield small_disk
     finally:
-        one.close()
+        small_disk.close()
 
 
 class OnSmallDisk(Watched):
@@ -88,12 +88,12 @@ class OnSmallDisk(Watched):
             *("--workers", 2, "--servers", 2, "--bind", self.endpoint),
             *("--state", self._disk.folder, "--log-level", "info"),
         )
-        one = self.job.processes.start(
+        process = self.job.processes.start(
             "scheduler", *self._disk.inside(), BIN / "kvps-scheduler", *flags, **self.job.env
         )
-        one.expect("at tcp://")
-        self.lives.append(one)
-        return one
+        process.expect("at tcp://")
+        self.lives.append(process)
+        return process
 
 
 def test_a_full_disk_ends_no_job(processes: Processes, disk: SmallDisk) -> None:
@@ -107,7 +107,7 @@ def test_a_full_disk_ends_no_job(processes: Processes, disk: SmallDisk) -> None:
     first = watched.lives[0]
     first.expect(f"cannot save .*{STATE_FILE}.*: No space left on device. The job continues")
     assert (disk.seen / STATE_FILE).read_bytes() == before, "the old state is whole"
-    assert {one.name for one in disk.seen.iterdir()} == {STATE_FILE, "filler"}
+    assert {path.name for path in disk.seen.iterdir()} == {STATE_FILE, "filler"}
     done = len(job.rounds(0))
     until(lambda: len(job.rounds(0)) >= done + 6, "rounds, and barriers, without a disk", 60.0)
     assert first.err.count("cannot save") == 1, "one line for one change"
@@ -147,12 +147,12 @@ def test_a_server_whose_disk_is_full_serves_on(processes: Processes, disk: Small
     server = processes.start("server", *disk.inside(), BIN / "kvps-server", *flags)
     worker = cluster.plain(processes.script(KEEPING))
     worker.expect("cut 1")
-    kept = [one.name for one in disk.seen.iterdir()]
+    kept = [path.name for path in disk.seen.iterdir()]
     disk.fill()
     (processes.folder / "filled").touch()
     worker.expect(r"checkpoint 2 was abandoned: server 0: .*No space left on device \(need \d+")
     until(
-        lambda: sorted(one.name for one in disk.seen.iterdir()) == sorted([*kept, "filler"]),
+        lambda: sorted(path.name for path in disk.seen.iterdir()) == sorted([*kept, "filler"]),
         "removal of what was written of checkpoint 2, which nobody is told of",
         30.0,
     )
@@ -177,8 +177,8 @@ def test_a_save_that_fails_at_any_step(
             kept.save(b"two")
             kept.save(b"three")
         assert kept.read() == b"one"
-        assert [one.name for one in tmp_path.iterdir()] == [STATE_FILE]
+        assert [path.name for path in tmp_path.iterdir()] == [STATE_FILE]
         kept.save(b"four")
         assert kept.read() == b"four"
-    told = [(one.levelname, "Input/output error" in one.getMessage()) for one in caplog.records]
+    told = [(record.levelname, "Input/output error" in record.getMessage()) for record in caplog.records]
     assert told == [("ERROR", True), ("WARNING", False)]

@@ -29,7 +29,7 @@ def harm(how: str, path: Path) -> None:
 
 def cuts(run: Run) -> list[Path]:
     """Return the folders of the checkpoints that are complete, oldest first."""
-    return sorted(one.parent for one in (run.folder / "checkpoints").glob("cut-*/manifest.json"))
+    return sorted(path.parent for path in (run.folder / "checkpoints").glob("cut-*/manifest.json"))
 
 
 def fall_back(run: Run, file: str, how: str) -> int:
@@ -39,7 +39,7 @@ def fall_back(run: Run, file: str, how: str) -> int:
     # Each server writes the manifest, and on a busy machine server 0 may be about to: it would mend what we harm.
     run.members["scheduler"].expect(r"server 1 \(.*\) lost", LIMIT_S)
     older, newest = cuts(run)[-2:]
-    (name,) = [one.name for one in newest.iterdir() if _is(one, file)]
+    (name,) = [path.name for path in newest.iterdir() if _is(path, file)]
     harm(how, newest / name)
     # A step may be done that is not written down yet.
     limit = ((max(run.step(rank) for rank in range(2)) + 5) // UNIT + 1) * UNIT

@@ -56,7 +56,7 @@ def test_bits_that_change(
     play(monkeypatch, mode, mischief, STEPS)
     assert mischief.done["Push"] >= 3, "gradients were damaged"
     assert mischief.done["Pulled"] >= 3, "weights were damaged"
-    told = [one for one in caplog.messages if "was damaged in transit" in one]
-    assert any("(from server " in one for one in told), "the worker says where they came from"
-    assert any("(from 127.0.0.1)" in one for one in told), "and so does the server"
+    told = [message for message in caplog.messages if "was damaged in transit" in message]
+    assert any("(from server " in effect for effect in told), "the worker says where they came from"
+    assert any("(from 127.0.0.1)" in effect for effect in told), "and so does the server"
     assert len(told) < mischief.done.total(), "not each of them is worth a line"

@@ -65,11 +65,11 @@ class Spread:
 
     def _start(self, host: int, role: str, *flags: object) -> Process:
         program = (self.job.processes.interpreter, BIN / f"kvps-{role}")
-        argv = [str(one) for one in (*program, *flags)]
+        argv = [str(item) for item in (*program, *flags)]
         env = {"KVPS_TRANSPORT": "tcp", **self.job.env}
-        one = self.job.processes.start(role, *self._hosts.inside(host, argv), **env)
-        self.members.append(one)
-        return one
+        item = self.job.processes.start(role, *self._hosts.inside(host, argv), **env)
+        self.members.append(item)
+        return item
 
     def drop(self, host: int, *chains: str) -> None:
         """Let nothing come to a host (INPUT) or leave it (OUTPUT) from now on."""
@@ -92,8 +92,8 @@ class Spread:
 
     def check(self, limit_s: float = 90.0) -> None:
         """All ended well, and each push was counted once."""
-        assert [one.wait(limit_s) for one in self.members] == [0] * len(self.members), self.members
-        assert sum("each push counted once" in one.out for one in self.members) == WORKERS
+        assert [member.wait(limit_s) for member in self.members] == [0] * len(self.members), self.members
+        assert sum("each push counted once" in member.out for member in self.members) == WORKERS
 
 
 @pytest.mark.spec("R41", "R51")
@@ -144,10 +144,10 @@ def test_a_host_that_is_lost_for_good(processes: Processes, hosts: Namespaces) -
     found = first.expect(r"after ([\d.]+) s: .*worker 1", 30.0)
     log.info("a lost host is noticed after %s s", found[1])
     assert float(found[1]) <= NOTICED_MAX_S
-    for one in spread.members:
-        one.signal(signal.SIGTERM)
-    for one in spread.members:
-        one.wait(60.0)
+    for member in spread.members:
+        member.signal(signal.SIGTERM)
+    for member in spread.members:
+        member.wait(60.0)
 
 
 @pytest.mark.spec("R524", "R577")

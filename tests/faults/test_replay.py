@@ -40,7 +40,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_round(processes: Processes) 
     job = Job(processes, ["worker-1/said-Push@server-0:3:kill"])
     launched = job.launch("sync", STEPS, KVPS_RECORD="full")
     assert launched.wait(150.0) == 0, launched
-    assert [one.place for one in job.reached()] == [0]
+    assert [item.place for item in job.reached()] == [0]
     for role, count in (("scheduler", 1), ("server", 2)):
         found = records(job.folder, role)
         assert len(found) == count

@@ -32,10 +32,10 @@ class Watched:
             *("--workers", 2, "--servers", 2, "--bind", self.endpoint),
             *("--state", self.job.folder / "state", "--log-level", "info"),
         )
-        one = self.job.processes.kvps("scheduler", *flags, **self.job.env)
-        one.expect("at tcp://")
-        self.lives.append(one)
-        return one
+        process = self.job.processes.kvps("scheduler", *flags, **self.job.env)
+        process.expect("at tcp://")
+        self.lives.append(process)
+        return process
 
     def start_members(self, mode: str, steps: int, *flags: object) -> None:
         """Start two servers and two workers."""
@@ -58,8 +58,8 @@ class Watched:
 
     def check(self) -> None:
         """All went well, and each push was counted once."""
-        assert [one.wait() for one in [self.lives[-1], *self.members]] == [0] * 5, self.members
-        outs = [one.out for one in self.members]
+        assert [item.wait() for item in [self.lives[-1], *self.members]] == [0] * 5, self.members
+        outs = [member.out for member in self.members]
         assert sum("each push counted once" in out for out in outs) == 2, self.members
 
 
@@ -80,13 +80,13 @@ FEW = ["saved:4", "said-View:1", "saying-Released:2", "said-Released:1"]
 
 def play(processes: Processes, mode: str, moments: list[str]) -> None:
     """Run a job whose scheduler is killed at each of ``moments``."""
-    job = Job(processes, [f"scheduler/{one}:kill" for one in moments])
+    job = Job(processes, [f"scheduler/{moment}:kill" for moment in moments])
     watched = Watched(job)
     watched.start_scheduler()
     watched.start_members(mode, STEPS)
     watched.run(60.0 + 5.0 * len(moments))
     watched.check()
-    assert [one.place for one in job.reached()] == list(range(len(moments))), job.reached()
+    assert [item.place for item in job.reached()] == list(range(len(moments))), job.reached()
 
 
 @pytest.mark.spec("R23", "R34")

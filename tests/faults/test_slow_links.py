@@ -18,8 +18,8 @@ SECONDS = 40
 def test_no_act_takes_much_longer_than_its_link(has_namespaces: None) -> None:
     """At 0.5, 1 and 8 Mbit/s, with two workers, all at once."""
     argv = [sys.executable, SCRIPT, "--seconds", SECONDS, "--queue", "100ms", "--limit", LIMIT]
-    done = subprocess.run([str(one) for one in argv], capture_output=True, text=True)
+    done = subprocess.run([str(argument) for argument in argv], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    ratios = [float(one) for one in re.findall(r"ratio +([0-9.]+)", done.stdout)]
+    ratios = [float(item) for item in re.findall(r"ratio +([0-9.]+)", done.stdout)]
     assert len(ratios) == 3 * 5
     assert max(ratios) <= LIMIT

@@ -39,7 +39,7 @@ def play(monkeypatch: pytest.MonkeyPatch, mode: str, plan: Plan, steps: int = ST
     streams = Streams(plan)
     with behind(monkeypatch, streams.proxy) as cluster:
         cluster.run(lambda rank: train(mode, steps, rank))
-    log.info("connections of %s octets", [one.carried for one in streams.all])
+    log.info("connections of %s octets", [item.carried for item in streams.all])
     return streams
 
 
@@ -65,7 +65,7 @@ def test_connections_that_are_cut(monkeypatch: pytest.MonkeyPatch, mode: str) ->
     counts = [30, 90, 400, 1_000, 20_000, 70_000, 140_000, 250_000]
     cut = [Stream(cut_after=count, by_reset=count > 1_000) for count in counts]
     play(monkeypatch, mode, first(cut), steps=2 * STEPS)
-    assert sum(one.is_cut for one in cut) >= len(cut) // 2
+    assert sum(item.is_cut for item in cut) >= len(cut) // 2
 
 
 # --- half open ------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_connections_that_carry_nothing_any_more(monkeypatch: pytest.MonkeyPatch
     """They stay open, and nobody is told."""
     mute = [Stream(mute_after=count) for count in (0, 40, 400, 1_000, 100_000, 300_000)]
     play(monkeypatch, mode, first(mute))
-    assert sum(one.is_mute for one in mute) >= len(mute) // 2
+    assert sum(item.is_mute for item in mute) >= len(mute) // 2
 
 
 @pytest.mark.spec("R71", "R113")
@@ -92,8 +92,8 @@ def test_connections_to_the_scheduler_that_carry_nothing_any_more(
     control, data = Streams(first(mute)), Streams(first([]))
     with behind(monkeypatch, data.proxy, control.proxy) as cluster:
         cluster.run(lambda rank: train("sync", STEPS, rank))
-    assert sum(one.is_mute for one in mute) >= 3
-    assert not [one for one in caplog.messages if "lost" in one], "they came back in time"
+    assert sum(item.is_mute for item in mute) >= 3
+    assert not [message for message in caplog.messages if "lost" in message], "they came back in time"
 
 
 # --- damaged --------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_streams_whose_bits_change(monkeypatch: pytest.MonkeyPatch, mode: str) -
         Stream(flip_at=at.get(place), flip_every=200_000, dice=random.Random(place)) for place in range(50)
     ]
     streams = play(monkeypatch, mode, first(damaged), steps=2 * STEPS)
-    assert sum(one.flipped for one in streams.all) >= 5
+    assert sum(item.flipped for item in streams.all) >= 5
 
 
 # --- slow -----------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_streams_whose_bits_change(monkeypatch: pytest.MonkeyPatch, mode: str) -
 
 def test_streams_in_single_octets(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = play(monkeypatch, "sync", lambda place: Stream(piece_bytes=1), steps=1)
-    assert sum(one.carried for one in streams.all) > 500_000
+    assert sum(item.carried for item in streams.all) > 500_000
 
 
 @pytest.mark.spec("R113")

@@ -46,18 +46,20 @@ HEALED_MAX_S = 15.0
 
 def points(rank: int, moments: list[str], action: str = "kill") -> list[str]:
     """Return the failpoints of one worker: each life of it ends at the next of ``moments``."""
-    return [f"worker-{rank}/{one}" + (f":{action}" if one.count(":") == 1 else "") for one in moments]
+    return [
+        f"worker-{rank}/{moment}" + (f":{action}" if moment.count(":") == 1 else "") for moment in moments
+    ]
 
 
 def jobs() -> list[list[str]]:
     """All moments, over as many jobs as it takes; rank 0 and 1 in turns."""
     cut = [MOMENTS[at : at + PER_JOB] for at in range(0, len(MOMENTS), PER_JOB)]
-    return [points(place % 2, one) for place, one in enumerate([*cut, LAST])]
+    return [points(place % 2, item) for place, item in enumerate([*cut, LAST])]
 
 
 def sample(seed: int) -> list[str]:
     """A few of them, for every day: a push of which one server has its part, and others."""
-    others = [one for one in MOMENTS[1:] if one != IN_PART]
+    others = [item for item in MOMENTS[1:] if item != IN_PART]
     return sorted([IN_PART, *random.Random(seed).sample(others, SAMPLE)], key=MOMENTS.index)
 
 
@@ -69,7 +71,7 @@ def play(processes: Processes, mode: str, points: list[str]) -> Job:
     told = f"{points} of which were reached: {job.reached()}: {launched}"
     assert code == 0, told
     assert launched.out.count("each push counted once") >= 2, told
-    assert [one.place for one in job.reached()] == list(range(len(points))), told
+    assert [item.place for item in job.reached()] == list(range(len(points))), told
     return job
 
 
@@ -106,5 +108,5 @@ STOPPED = ["said-Push@server-0:2:stop1.5", "hearing-Released:2:stop0.5", "heard-
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_pushes_count_once_if_workers_stand_still_or_fail(processes: Processes, mode: str) -> None:
     """A worker that is stopped is not lost: the kvps-worker that started it speaks for it."""
-    stopped = [f"worker-{place % 2}/{one}" for place, one in enumerate(STOPPED)]
+    stopped = [f"worker-{place % 2}/{item}" for place, item in enumerate(STOPPED)]
     play(processes, mode, [*stopped, *points(1, ["hearing-Ack:3", "said-Pull:1"], "raise")])

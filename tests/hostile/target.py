@@ -108,8 +108,8 @@ class Voice:
 
 def spell(envelope: Envelope, message: Message, *payload: bytes) -> list[bytes]:
     """Return the frames of a packet."""
-    views = tuple([memoryview(one) for one in payload])
-    return [bytes(one) for one in wire.encode(Packet(envelope, message, views))]
+    views = tuple([memoryview(frame) for frame in payload])
+    return [bytes(item) for item in wire.encode(Packet(envelope, message, views))]
 
 
 def head(envelope: Envelope, tag: int, body: bytes, version: int = 1, magic: bytes = b"KV") -> bytes:
@@ -144,7 +144,7 @@ class Target:
         secret = self.insider.expect(r"keys (\S+)").group(1)
         self.session = KeyPair(found.group(5), secret)
         self.scheduler_key = self.role("scheduler").public
-        self.endpoints = [url_of(one) for one in (self.cluster.process, self.server)]
+        self.endpoints = [url_of(item) for item in (self.cluster.process, self.server)]
         self._numbers = iter(range(1000, 10**9))
         self._rounds: list[float] = []
         self._read = 0
@@ -153,8 +153,8 @@ class Target:
 
     def role(self, role: str) -> KeyPair:
         """Return the key of a role."""
-        (one,) = files._read(self.keys / f"{role}.key")
-        return one.pair
+        (item,) = files._read(self.keys / f"{role}.key")
+        return item.pair
 
     def seq(self) -> int:
         """Return the number of a request that nobody has made."""
@@ -177,15 +177,15 @@ class Target:
         """Yield a connection to the scheduler or the server, by default by the insider's session key."""
         is_server = where == "server"
         endpoint = self.server_at if is_server else self.scheduler_at
-        one = Voice(endpoint, self.server_key if is_server else self.scheduler_key, own or self.session)
+        item = Voice(endpoint, self.server_key if is_server else self.scheduler_key, own or self.session)
         try:
             if is_server and greet:
-                one.say(self.me(seq=1), hello(1))
-                answer = one.heard(10_000)
+                item.say(self.me(seq=1), hello(1))
+                answer = item.heard(10_000)
                 assert isinstance(answer, m.Welcome), answer
-            yield one
+            yield item
         finally:
-            one.close()
+            item.close()
 
     def refused(self) -> Samples:
         """Return the counters of what the scheduler and the server have refused."""
@@ -210,8 +210,8 @@ class Target:
     def resident_mib(self) -> list[int]:
         """Return how much memory the scheduler and the server have."""
         pages = [
-            int(Path(f"/proc/{one.pid}/statm").read_text().split()[1])
-            for one in (self.cluster.process, self.server)
+            int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+            for process in (self.cluster.process, self.server)
         ]
         return [count * os.sysconf("SC_PAGE_SIZE") >> 20 for count in pages]
 
@@ -221,9 +221,9 @@ class Target:
 
     def files(self) -> set[str]:
         """Return all files of the job but for what it prints, and its checkpoints."""
-        found = [one for one in self.folder.rglob("*") if one.is_file()]
-        found = [one for one in found if one.suffix not in (".out", ".err")]
-        return {str(one) for one in found if self.folder / "checkpoints" not in one.parents}
+        found = [path for path in self.folder.rglob("*") if path.is_file()]
+        found = [item for item in found if item.suffix not in (".out", ".err")]
+        return {str(item) for item in found if self.folder / "checkpoints" not in item.parents}
 
     @contextmanager
     def unharmed(self, name: str = "", is_counted: bool = False) -> Iterator[None]:
@@ -240,8 +240,8 @@ class Target:
         until(lambda: len(self.rounds()) >= count + ROUNDS, f"rounds of the canary {name}: {self.canary}")
         took = self.rounds()[count : count + ROUNDS]
         assert max(took) < ROUND_MAX_S, (name, sorted(took)[-5:])
-        for one in (self.cluster.process, self.server, self.canary, self.insider):
-            assert one.popen.poll() is None, (name, one)
+        for item in (self.cluster.process, self.server, self.canary, self.insider):
+            assert item.popen.poll() is None, (name, item)
         said = self.lines()[lines:]
         allowed = LINES_MAX * (1 + int((time.monotonic() - began) / 10.0))
         assert len(said) <= allowed, (name, said)
@@ -262,7 +262,7 @@ class Target:
 
         def refused() -> float:
             # Connections of tests before may be hung up on at any time.
-            return sum(one for (name, _), one in self.refused().items() if "connections" not in name)
+            return sum(item for (name, _), item in self.refused().items() if "connections" not in name)
 
         before = refused()
         yield
@@ -273,8 +273,8 @@ class Target:
         """End the job; it ends well."""
         (self.folder / "go").touch()
         self.canary.expect("right", 60.0)
-        for one in (self.canary, self.insider, self.server, self.cluster.process):
-            assert one.wait() == 0, one
+        for item in (self.canary, self.insider, self.server, self.cluster.process):
+            assert item.wait() == 0, item
 
 
 def hello(rank: int | None) -> m.Hello:

@@ -28,8 +28,8 @@ def target(tmp_path: Path) -> Iterator[Target]:
 def peak_mib(target: Target) -> int:
     """Return the most memory that the scheduler or the server had so far."""
     peaks = []
-    for one in (target.cluster.process, target.server):
-        with open(f"/proc/{one.pid}/status") as status:
+    for process in (target.cluster.process, target.server):
+        with open(f"/proc/{process.pid}/status") as status:
             (line,) = [line for line in status if line.startswith("VmHWM")]
         peaks.append(int(line.split()[1]) >> 10)
     return max(peaks)
@@ -42,12 +42,12 @@ def test_five_million_empty_frames(target: Target, port: str) -> None:
     """In one message, inside CURVE; by a member, and by a role key that has said nothing else."""
     before = peak_mib(target)
     key = None if port == "server" else target.role("worker")
-    with target.voice(port, key) as one, suppress(zmq.Again):
-        one._socket.sndtimeo = 60_000
+    with target.voice(port, key) as voice, suppress(zmq.Again):
+        voice._socket.sndtimeo = 60_000
         for _ in range(5_000_000):
-            one._socket.send(b"", zmq.SNDMORE)
-        one._socket.send(b"")
-        assert one.heard(2000) is None
+            voice._socket.send(b"", zmq.SNDMORE)
+        voice._socket.send(b"")
+        assert voice.heard(2000) is None
     assert peak_mib(target) < before + PART_MIB
 
 
@@ -55,13 +55,13 @@ def test_five_million_empty_frames(target: Target, port: str) -> None:
 @pytest.mark.timeout(600)
 def test_a_hundred_thousand_stores(target: Target) -> None:
     before = peak_mib(target)
-    with target.voice("server") as one:
+    with target.voice("server") as voice:
         refused = 0
         for batch in range(100):
             for number in range(1000):
-                one.say(target.me(), m.Open(f"{batch}-{number}", "async", 0, False, "wait", 10**6))
+                voice.say(target.me(), m.Open(f"{batch}-{number}", "async", 0, False, "wait", 10**6))
             for _ in range(1000):
-                answer = one.heard(10_000)
+                answer = voice.heard(10_000)
                 refused += isinstance(answer, m.Error)
                 assert isinstance(answer, m.Done | m.Error), answer
         assert refused > 95_000

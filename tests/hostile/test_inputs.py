@@ -49,9 +49,9 @@ VALUES = bytes(4000)
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     """Yield a job; it has to end well."""
     for processes in made(tmp_path_factory.mktemp("target")):
-        one = Target(processes)
-        yield one
-        one.finish()
+        item = Target(processes)
+        yield item
+        item.finish()
 
 
 COUNTED = (
@@ -116,8 +116,8 @@ def test_octets(target: Target, port: str) -> None:
 @PORT
 def test_hangs_up_at_once(target: Target, port: str) -> None:
     for _ in range(1000):
-        with connection(place(target, port)) as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with connection(place(target, port)) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def test_slow_greetings_are_disconnected(target: Target) -> None:
@@ -125,28 +125,28 @@ def test_slow_greetings_are_disconnected(target: Target) -> None:
     with ExitStack() as stack:
         silent = [stack.enter_context(connection(place(target, port))) for port in PORTS * 50]
         half = [stack.enter_context(connection(place(target, port))) for port in PORTS]
-        for one in half:
-            one.sendall(CURVE[:30])
+        for item in half:
+            item.sendall(CURVE[:30])
         slow = [stack.enter_context(connection(place(target, port))) for port in PORTS]
         began, sent = time.monotonic(), 0
 
         def all_are_closed() -> bool:
             nonlocal sent
             if time.monotonic() > began + 0.25 * sent:
-                for one in slow:
+                for item in slow:
                     with suppress(OSError):
-                        one.sendall(CURVE[sent : sent + 1])
+                        item.sendall(CURVE[sent : sent + 1])
                 sent += 1
-            return all(_is_closed(one) for one in (*silent, *half, *slow))
+            return all(_is_closed(item) for item in (*silent, *half, *slow))
 
         until(all_are_closed, "the end of idle connections", 30.0)
 
 
-def _is_closed(one: socket.socket) -> bool:
-    one.settimeout(0.001)
+def _is_closed(sock: socket.socket) -> bool:
+    sock.settimeout(0.001)
     with suppress(TimeoutError):
         try:
-            while one.recv(4096):
+            while sock.recv(4096):
                 pass
             return True
         except ConnectionError:
@@ -207,21 +207,21 @@ def test_keys_that_open_nothing(target: Target, port: str, kind: str) -> None:
             new_pair().public if kind == "wrong server key" else pinned,
             {"unknown key": new_pair(), "wrong server key": target.session}.get(kind, own),
         )
-    ) as one:
-        one.say(target.me(), m.Beat(1) if port == "scheduler" else m.Probe((1,)))
-        assert one.heard(1000) is None
+    ) as item:
+        item.say(target.me(), m.Beat(1) if port == "scheduler" else m.Probe((1,)))
+        assert item.heard(1000) is None
 
 
 @PORT
 @pytest.mark.parametrize("kind", [zmq.REQ, zmq.PUB, zmq.PULL, zmq.PAIR], ids=["REQ", "PUB", "PULL", "PAIR"])
 def test_sockets_of_the_wrong_type(target: Target, port: str, kind: int) -> None:
     pinned = target.server_key if port == "server" else target.scheduler_key
-    with closing(Voice(place(target, port), pinned, target.session, kind)) as one:
+    with closing(Voice(place(target, port), pinned, target.session, kind)) as item:
         if kind == zmq.PUB:
-            one.say(target.me(), m.Beat(1))
+            item.say(target.me(), m.Beat(1))
         elif kind == zmq.REQ:
-            one.say(target.me(), m.Beat(1))
-            assert one.heard(200) is None
+            item.say(target.me(), m.Beat(1))
+            assert item.heard(200) is None
 
 
 @PORT
@@ -231,10 +231,10 @@ def test_routing_ids(target: Target, port: str, length: int) -> None:
     pinned = target.server_key if port == "server" else target.scheduler_key
     with ExitStack() as stack:
         for _ in range(2):
-            one = Voice(place(target, port), pinned, target.session, routing_id=b"\xff" * length)
-            stack.enter_context(closing(one))
-            one.say(target.me(), m.Probe((1,)) if port == "server" else m.Beat(1))
-            one.heard(200)
+            voice = Voice(place(target, port), pinned, target.session, routing_id=b"\xff" * length)
+            stack.enter_context(closing(voice))
+            voice.say(target.me(), m.Probe((1,)) if port == "server" else m.Beat(1))
+            voice.heard(200)
 
 
 @PORT
@@ -245,13 +245,13 @@ def test_routing_ids_that_libzmq_gives_next(target: Target, port: str) -> None:
     with ExitStack() as stack:
         for number in range(FIRST_ID, FIRST_ID + 40):
             taken = b"\0" + number.to_bytes(4, "big")
-            one = Voice(place(target, port), pinned, target.session, routing_id=taken)
-            stack.enter_context(closing(one)).say(target.me(), message)
-        one.heard(200)
+            voice = Voice(place(target, port), pinned, target.session, routing_id=taken)
+            stack.enter_context(closing(voice)).say(target.me(), message)
+        voice.heard(200)
         for _ in range(2):
-            one = stack.enter_context(closing(Voice(place(target, port), pinned, target.session)))
-            one.say(target.me(), message)
-            one.heard(200)
+            voice = stack.enter_context(closing(Voice(place(target, port), pinned, target.session)))
+            voice.say(target.me(), message)
+            voice.heard(200)
 
 
 @pytest.mark.parametrize("harm", ["a bit is changed", "octets come twice"])
@@ -267,12 +267,12 @@ def test_ciphertext_that_is_changed(target: Target, harm: str) -> None:
     with ExitStack() as stack:
         proxy = TcpProxy(target.server_at, lambda n: stream if n == 0 else Stream())
         stack.callback(proxy.close)
-        one = stack.enter_context(closing(Voice(proxy.endpoint, target.server_key, target.session)))
-        one.say(target.me(seq=1), hello(1))
-        assert isinstance(one.heard(10_000), m.Welcome)
+        item = stack.enter_context(closing(Voice(proxy.endpoint, target.server_key, target.session)))
+        item.say(target.me(seq=1), hello(1))
+        assert isinstance(item.heard(10_000), m.Welcome)
         for _ in range(20):
-            one.say(target.me(), m.Open("harm", "async", 0, False, "wait", 10**6))
-        while (answer := one.heard(200)) is not None:
+            item.say(target.me(), m.Open("harm", "async", 0, False, "wait", 10**6))
+        while (answer := item.heard(200)) is not None:
             assert isinstance(answer, m.Done), answer
         assert stream.carried > (2000 if harm == "octets come twice" else 2500)
 
@@ -288,8 +288,8 @@ def push(target: Target) -> list[bytes]:
     return spell(target.me(), m.Push(0, 1, (1,), 1.0, False, (RUN,)), VALUES)
 
 
-def changed(one: bytes, at: int, to: bytes) -> bytes:
-    return one[:at] + to + one[at + len(to) :]
+def changed(item: bytes, at: int, to: bytes) -> bytes:
+    return item[:at] + to + item[at + len(to) :]
 
 
 FRAMES: dict[str, Callable[[Target], list[bytes]]] = {
@@ -346,46 +346,46 @@ BODIES: dict[str, bytes] = {
 
 
 def test_frames(target: Target) -> None:
-    with target.voice("server") as one, target.counted(len(FRAMES)):
+    with target.voice("server") as voice, target.counted(len(FRAMES)):
         for name, frames in FRAMES.items():
             with target.unharmed(name):
-                one.frames(*frames(target))
-                assert_it_is_heard(target, one)
+                voice.frames(*frames(target))
+                assert_it_is_heard(target, voice)
 
 
 def test_a_frame_of_more_than_64_mib(target: Target) -> None:
     """The connection is closed; the next one is served."""
-    with target.voice("server") as one:
-        one.frames(push(target)[0], bytes((64 << 20) + 1))
-        assert one.heard(1000) is None
+    with target.voice("server") as voice:
+        voice.frames(push(target)[0], bytes((64 << 20) + 1))
+        assert voice.heard(1000) is None
 
 
 @PORT
 def test_bodies(target: Target, port: str) -> None:
-    with target.voice(port) as one, target.counted(len(BODIES)):
+    with target.voice(port) as voice, target.counted(len(BODIES)):
         for name, body in BODIES.items():
             with target.unharmed(name):
                 kind: type[Message] = m.Pull if port == "server" else m.Barrier
-                one.frames(head(target.me(), kind.TAG, body))
-                assert_it_is_heard(target, one, port)
+                voice.frames(head(target.me(), kind.TAG, body))
+                assert_it_is_heard(target, voice, port)
 
 
-def answers_before(target: Target, one: Voice, port: str = "server") -> list[Message]:
+def answers_before(target: Target, voice: Voice, port: str = "server") -> list[Message]:
     """Say what makes sense along the same connection; return the answers that come before its own."""
     sound: Message = m.Open("harm", "async", 0, False, "wait", 10**6)
     if port == "scheduler":
         sound = m.Look()
     asked, found = target.me(), []
-    one.say(asked, sound)
-    while not isinstance(answer := one.heard(10_000), m.Seen) and answer != m.Done(asked.seq):
+    voice.say(asked, sound)
+    while not isinstance(answer := voice.heard(10_000), m.Seen) and answer != m.Done(asked.seq):
         assert answer is not None, found
         found.append(answer)
     return found
 
 
-def assert_it_is_heard(target: Target, one: Voice, port: str = "server") -> None:
+def assert_it_is_heard(target: Target, voice: Voice, port: str = "server") -> None:
     """Assert that what makes sense is answered, and all that came before by errors."""
-    before = answers_before(target, one, port)
+    before = answers_before(target, voice, port)
     assert all(isinstance(answer, m.Error | m.View) for answer in before), before
 
 
@@ -433,54 +433,54 @@ NOT_MINE: dict[str, tuple[str, dict[str, object], Message]] = {
 def test_messages_of_other_roles_from_an_insider_are_refused(target: Target) -> None:
     with target.counted(len(NOT_MINE)):
         for name, (port, other, message) in NOT_MINE.items():
-            with target.unharmed(name), target.voice(port) as one:
-                one.say(target.me(**other), message, *[VALUES] * isinstance(message, m.Push))
-                answers = answers_before(target, one, port)
+            with target.unharmed(name), target.voice(port) as voice:
+                voice.say(target.me(**other), message, *[VALUES] * isinstance(message, m.Push))
+                answers = answers_before(target, voice, port)
                 errors = [answer for answer in answers if isinstance(answer, m.Error)]
                 assert len(errors) == 1, (name, answers)
 
 
 def test_before_hello(target: Target) -> None:
-    with target.voice("server", greet=False) as one:
-        one.say(target.me(), m.Pull(0, True, (m.Ask(0, 1000, 0, 0),)))
-        answer = one.heard()
+    with target.voice("server", greet=False) as voice:
+        voice.say(target.me(), m.Pull(0, True, (m.Ask(0, 1000, 0, 0),)))
+        answer = voice.heard()
         assert answer is None or isinstance(answer, m.Error | m.Pulled), answer
 
 
 def test_hello_again_and_again(target: Target) -> None:
-    with target.voice("server") as one:
+    with target.voice("server") as voice:
         for _ in range(100):
-            one.say(target.me(seq=1), hello(1))
-            assert isinstance(one.heard(10_000), m.Welcome)
+            voice.say(target.me(seq=1), hello(1))
+            assert isinstance(voice.heard(10_000), m.Welcome)
 
 
 @pytest.mark.parametrize("pid", [0, 1, 2**31 - 1, 2**62])
 def test_memory_that_there_is_not(target: Target, pid: int) -> None:
     """And loans that were never made."""
-    with target.voice("server") as one:
-        one.say(target.me(), m.Offer(pid, 3, 1 << 40, 7))
-        answers = [*iter(lambda: one.heard(200), None)]
-        assert all(isinstance(one, m.Taken | m.Error) for one in answers), answers
-        assert not any(one.mapped for one in answers if isinstance(one, m.Taken)), answers
-        one.say(target.me(), m.Release(2**63 - 1, (1, 2**62)))
-        assert_it_is_heard(target, one)
+    with target.voice("server") as voice:
+        voice.say(target.me(), m.Offer(pid, 3, 1 << 40, 7))
+        answers = [*iter(lambda: voice.heard(200), None)]
+        assert all(isinstance(answer, m.Taken | m.Error) for answer in answers), answers
+        assert not any(answer.mapped for answer in answers if isinstance(answer, m.Taken)), answers
+        voice.say(target.me(), m.Release(2**63 - 1, (1, 2**62)))
+        assert_it_is_heard(target, voice)
 
 
 def test_a_barrier_twice(target: Target) -> None:
     """The insider stands there once, however often it says so, and rank 0 need not come."""
-    with target.voice("scheduler") as one:
+    with target.voice("scheduler") as voice:
         for _ in range(100):
-            one.say(target.me(), m.Barrier("canary", "twice", 0))
-        answers = [*iter(lambda: one.heard(200), None)]
+            voice.say(target.me(), m.Barrier("canary", "twice", 0))
+        answers = [*iter(lambda: voice.heard(200), None)]
         assert not [answer for answer in answers if isinstance(answer, m.Released)], answers
 
 
 @pytest.mark.parametrize("other", [{"view": 2**32 - 1}, {"seq": 0}, {"seq": 10**18}, {"seq": 2**63 - 1}])
 def test_numbers_of_envelopes(target: Target, other: dict[str, object]) -> None:
-    with target.voice("server") as one:
+    with target.voice("server") as first:
         for _ in range(3):
-            one.say(target.me(**other), m.Open("harm", "async", 0, False, "wait", 10**6))
-            one.heard(200)
+            first.say(target.me(**other), m.Open("harm", "async", 0, False, "wait", 10**6))
+            first.heard(200)
 
 
 # --- messages that make no sense -----------------------------------------------------------------
@@ -523,10 +523,10 @@ def test_nonsense(target: Target) -> None:
         payload = [struct.pack("<q", 0)] if isinstance(message, m.PullRows) else []
         is_big = isinstance(message, m.Declare) and message.entries[0].key == "big"
         may_wait = isinstance(message, m.Find | m.PullRows | m.Declare | m.Optimize) and not is_big
-        with target.unharmed(name), target.voice("server") as one:
-            assert answers_before(target, one) == []
-            one.say(target.me(), message, *payload)
-            answers = answers_before(target, one)
+        with target.unharmed(name), target.voice("server") as voice:
+            assert answers_before(target, voice) == []
+            voice.say(target.me(), message, *payload)
+            answers = answers_before(target, voice)
             assert len(answers) == 1 or (not answers and may_wait), (name, answers)
             for answer in answers:
                 is_done = isinstance(answer, m.Declared | m.Done) and is_mine(message)
@@ -583,9 +583,9 @@ PUSHES: dict[str, tuple[Message, bytes]] = {
 def test_pushes(target: Target) -> None:
     for name, (message, payload) in PUSHES.items():
         split = [payload[:8], payload[8:]] if isinstance(message, m.PushRows) else [payload]
-        with target.unharmed(name), target.voice("server") as one:
-            one.say(target.me(), message, *split)
-            assert_it_is_heard(target, one)
+        with target.unharmed(name), target.voice("server") as voice:
+            voice.say(target.me(), message, *split)
+            assert_it_is_heard(target, voice)
 
 
 TAGS = {"CON": True, "best-1.0_a": True} | dict.fromkeys(
@@ -596,14 +596,14 @@ TAGS = {"CON": True, "best-1.0_a": True} | dict.fromkeys(
 
 def test_tags(target: Target) -> None:
     checkpoints = target.folder / "checkpoints"
-    with target.voice("scheduler") as one:
+    with target.voice("scheduler") as voice:
         for tag, may_be in TAGS.items():
             before = set(checkpoints.glob("cut-*"))
-            one.say(target.me(), m.Checkpoint("canary", tag, target.seq()))
+            voice.say(target.me(), m.Checkpoint("canary", tag, target.seq()))
             if may_be:
                 until(lambda: set(checkpoints.glob("cut-*/manifest.json")), "checkpoint")
             else:
-                answers = answers_before(target, one, "scheduler")
+                answers = answers_before(target, voice, "scheduler")
                 assert any(isinstance(answer, m.Error) for answer in answers), (tag, answers)
                 assert set(checkpoints.glob("cut-*")) == before, tag
     assert all(path.name.startswith("cut-") for path in checkpoints.glob("*"))
@@ -611,23 +611,23 @@ def test_tags(target: Target) -> None:
 
 def test_many_tiny_keys(target: Target) -> None:
     """Each of them is kept; none of them slows the canary."""
-    with target.voice("server") as one:
-        one.say(target.me(), m.Open("tiny", "async", 0, False, "wait", 10**6))
-        assert isinstance(one.heard(10_000), m.Done)
+    with target.voice("server") as voice:
+        voice.say(target.me(), m.Open("tiny", "async", 0, False, "wait", 10**6))
+        assert isinstance(voice.heard(10_000), m.Done)
         for call in range(20):
             entries = tuple([m.Entry(f"{call}-{n}", 1, (1,), 0, 1) for n in range(1000)])
-            one.say(target.me(), m.Declare("tiny", True, call, entries, creator=1))
-        answers = [one.heard(10_000) for _ in range(20)]
+            voice.say(target.me(), m.Declare("tiny", True, call, entries, creator=1))
+        answers = [voice.heard(10_000) for _ in range(20)]
         assert all(isinstance(answer, m.Declared | m.Error) for answer in answers), answers
 
 
 def test_answers_that_nobody_reads(target: Target) -> None:
-    with target.voice("scheduler", target.role("look")) as one:
+    with target.voice("scheduler", target.role("look")) as voice:
         for _ in range(2000):
-            one.say(Envelope(bytes(16), 0, Role.WORKER, 0, 0, 1), m.Look())
-    with target.voice("server") as one:
+            voice.say(Envelope(bytes(16), 0, Role.WORKER, 0, 0, 1), m.Look())
+    with target.voice("server") as voice:
         for _ in range(2000):
-            one.say(target.me(), m.Status("canary"))
+            voice.say(target.me(), m.Status("canary"))
 
 
 READER = Envelope(bytes(16), 0, Role.READER, 77, 2**40, 1)
@@ -644,20 +644,20 @@ NOT_READERS = {
 def test_key_of_a_reader_only_reads(target: Target, what: str) -> None:
     message = NOT_READERS[what]
     payload = [VALUES] if isinstance(message, m.Push) else []
-    with target.voice("server", target.role("reader"), greet=False) as one:
+    with target.voice("server", target.role("reader"), greet=False) as voice:
         reader = READER._replace(job=target.name)
-        one.say(reader, hello(1))
-        assert isinstance(one.heard(10_000), m.Welcome)
-        one.say(reader, message, *payload)
-        refused = one.heard(10_000)
+        voice.say(reader, hello(1))
+        assert isinstance(voice.heard(10_000), m.Welcome)
+        voice.say(reader, message, *payload)
+        refused = voice.heard(10_000)
         assert isinstance(refused, m.Error)
         assert "a reader may not send" in refused.text
-        one.say(target.me(), message, *payload)  # in the name of a worker
-        refused = one.heard(10_000)
+        voice.say(target.me(), message, *payload)  # in the name of a worker
+        refused = voice.heard(10_000)
         assert isinstance(refused, m.Error)
         assert "the key of the role reader may not send" in refused.text
-        one.say(reader._replace(seq=9), m.Watch("policy", 0))
-        assert one.heard(10_000) == m.VersionIs(9, 0)
+        voice.say(reader._replace(seq=9), m.Watch("policy", 0))
+        assert voice.heard(10_000) == m.VersionIs(9, 0)
 
 
 @pytest.mark.spec("R246", "R551")
@@ -667,9 +667,9 @@ def test_keys_of_writers_and_readers_open_other_doors(target: Target) -> None:
         ("reader", m.Look(), "the key of the role reader may not send Look"),
         ("reader", hello(1), "the key of the role reader may not send Hello"),
     ):
-        with target.voice("scheduler", target.role(role)) as one:
-            one.say(READER, message)
-            refused = one.heard(10_000)
+        with target.voice("scheduler", target.role(role)) as voice:
+            voice.say(READER, message)
+            refused = voice.heard(10_000)
             assert isinstance(refused, m.Error), role
             assert text in refused.text
 
@@ -678,28 +678,28 @@ def test_keys_of_writers_and_readers_open_other_doors(target: Target) -> None:
 def test_nonsense_of_a_reader(target: Target) -> None:
     """Reads of what there is not, of too much, and more than any reader needs."""
     most = 2**63 - 1
-    with target.voice("server", target.role("reader"), greet=False) as one:
+    with target.voice("server", target.role("reader"), greet=False) as voice:
         reader = READER._replace(job=target.name, rank=78)
-        one.say(reader, m.Watch("policy", 0))
-        refused = one.heard(10_000)
+        voice.say(reader, m.Watch("policy", 0))
+        refused = voice.heard(10_000)
         assert isinstance(refused, m.Error)
         assert "expects HELLO first" in refused.text
-        one.say(reader, hello(1))
-        assert isinstance(one.heard(10_000), m.Welcome)
+        voice.say(reader, hello(1))
+        assert isinstance(voice.heard(10_000), m.Welcome)
         for message in (
             m.Read("policy", most, most, most, most),
             m.Read("policy", 0, 0, 0, 0),
             m.Retain("policy", most, True),
         ):
-            one.say(reader, message)
-            assert isinstance(one.heard(10_000), m.Error)
+            voice.say(reader, message)
+            assert isinstance(voice.heard(10_000), m.Error)
         for number in range(40):
-            one.say(reader, m.Watch(f"policy-{number}", most))
-        answers = [one.heard(10_000) for _ in range(40)]
+            voice.say(reader, m.Watch(f"policy-{number}", most))
+        answers = [voice.heard(10_000) for _ in range(40)]
         assert sum(isinstance(answer, m.VersionIs) for answer in answers) == 16
-        one.frames(*spell(reader, m.Watch("policy", 0)), b"more")
+        voice.frames(*spell(reader, m.Watch("policy", 0)), b"more")
         for _ in range(10_000):
-            one.say(reader, m.Retain("policy", 0))
+            voice.say(reader, m.Retain("policy", 0))
 
 
 def test_another_thread_of_outsiders(target: Target) -> None:
@@ -712,14 +712,14 @@ def test_another_thread_of_outsiders(target: Target) -> None:
                 throw(place(target, dice.choice(PORTS)), dice.choice(list(OCTETS.values())))
 
     threads = [threading.Thread(target=harm, args=(seed,)) for seed in range(8)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def test_the_near_door_is_none_for_the_scheduler(target: Target) -> None:
     """And nobody listens where a scheduler's would be."""
     name = near_door(target.scheduler_key).removeprefix("ipc://@")
-    with socket.socket(socket.AF_UNIX) as one, pytest.raises(ConnectionRefusedError):
-        one.connect("\0" + name)
+    with socket.socket(socket.AF_UNIX) as connection, pytest.raises(ConnectionRefusedError):
+        connection.connect("\0" + name)

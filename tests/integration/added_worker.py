@@ -29,10 +29,10 @@ def main(name: str, steps: int, policy: str, folder: Path) -> None:
     kv.set_optimizer("test")
     begun = kv.resume(["w"])
     (folder / f"{name}-here").touch()
-    one, made = torch.full_like(value, DIGITS ** ("first", "second", "third", "fourth").index(name)), 0
+    item, made = torch.full_like(value, DIGITS ** ("first", "second", "third", "fourth").index(name)), 0
     ends = (folder / "last", folder / f"{name}-leaves")
     while made < steps or (steps == 0 and not any(end.exists() for end in ends)):
-        kv.pushpull("w", one, out=value)
+        kv.pushpull("w", item, out=value)
         made += 1
         if made == 20:
             (folder / f"{name}-trains").touch()

@@ -721,10 +721,10 @@ def judge(name: str, make: Make, alone: Make, limit: float) -> str:
     torch.manual_seed(0)
     wanted = FEATURES[name](alone)
     assert len(found) == len(wanted), name
-    if all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True)):
+    if all(torch.equal(item, other) for item, other in zip(found, wanted, strict=True)):
         return "equal"
     far = max(
-        float((one.double() - other.double()).abs().max()) for one, other in zip(found, wanted, strict=True)
+        float((item.double() - other.double()).abs().max()) for item, other in zip(found, wanted, strict=True)
     )
     return "close" if far <= limit else f"differs by {far:.3g}"
 

@@ -216,8 +216,8 @@ def all_gather() -> None:
     for dtype in (*FLOATS, *WHOLE, torch.bool, torch.complex64):
         found = [torch.zeros(2, 3, dtype=dtype) for _ in range(SIZE)]
         dist.all_gather(found, given(RANK, dtype, 2, 3))
-        for one, wanted in zip(found, all_given(dtype, 2, 3), strict=True):
-            equal(one, wanted)
+        for item, wanted in zip(found, all_given(dtype, 2, 3), strict=True):
+            equal(item, wanted)
     whole = torch.zeros(SIZE * 4)
     getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(whole, given(RANK, torch.float32, 4))
     equal(whole, torch.cat(all_given(torch.float32, 4)))
@@ -232,8 +232,8 @@ def gather_and_scatter() -> None:
         found = [torch.zeros(3) for _ in range(SIZE)] if root == RANK else None
         dist.gather(given(RANK, torch.float32, 3), found, dst=root)
         if found is not None:
-            for one, wanted in zip(found, all_given(torch.float32, 3), strict=True):
-                equal(one, wanted)
+            for item, wanted in zip(found, all_given(torch.float32, 3), strict=True):
+                equal(item, wanted)
         parts = list(given(root, torch.int64, SIZE * 2).chunk(SIZE)) if root == RANK else None
         part = torch.zeros(2, dtype=torch.int64)
         dist.scatter(part, parts, src=root)
@@ -249,7 +249,7 @@ def all_to_all() -> None:
         equal(output, torch.full((RANK + 1,), 10.0 * other + RANK))
     even = torch.zeros(SIZE * 2, 2)
     dist.all_to_all_single(even, given(RANK, torch.float32, SIZE * 2, 2))
-    wanted = [one.chunk(SIZE)[RANK] for one in all_given(torch.float32, SIZE * 2, 2)]
+    wanted = [item.chunk(SIZE)[RANK] for item in all_given(torch.float32, SIZE * 2, 2)]
     equal(even, torch.cat(wanted))
     # rank r sends s rows to rank s, nothing to rank 0
     rows = torch.full((sum(range(SIZE)),), RANK)
@@ -289,7 +289,7 @@ def objects() -> None:
     for size in (1, 1000, 30_000):
         found: list[object] = [None] * SIZE
         dist.all_gather_object(found, {"rank": RANK, "text": "x" * size * (RANK + 1)})
-        assert [len(one["text"]) for one in found] == [size * (n + 1) for n in range(SIZE)]  # type: ignore[index]
+        assert [len(item["text"]) for item in found] == [size * (n + 1) for n in range(SIZE)]  # type: ignore[index]
     said = ["hello", RANK] if RANK == 0 else [None, None]
     dist.broadcast_object_list(said, 0)
     assert said == ["hello", 0]
@@ -445,11 +445,11 @@ class Forked(torch.nn.Module):
 
 def same_everywhere(module: torch.nn.Module) -> None:
     """Check that all ranks have the same weights, bit for bit."""
-    row = torch.cat([one.detach().reshape(-1) for one in module.parameters()])
+    row = torch.cat([param.detach().reshape(-1) for param in module.parameters()])
     found = [torch.zeros_like(row) for _ in range(SIZE)]
     dist.all_gather(found, row)
-    for one in found:
-        equal(one, found[0])
+    for item in found:
+        equal(item, found[0])
     assert bool(row.isfinite().all())
 
 
@@ -491,20 +491,20 @@ def main() -> int:
     global RANK, SIZE
     dist.init_process_group("kvps", timeout=timedelta(seconds=60))
     RANK, SIZE = dist.get_rank(), dist.get_world_size()
-    for one in CASES:
-        if sys.argv[1:] and one.__name__ not in sys.argv[1:]:
+    for item in CASES:
+        if sys.argv[1:] and item.__name__ not in sys.argv[1:]:
             continue
         began = time.monotonic()
         try:
-            one()
+            item()
         except Exception:
             traceback.print_exc()
-            say(f"{one.__name__} FAILED")
+            say(f"{item.__name__} FAILED")
             return 1
-        say(f"{one.__name__} passed in {time.monotonic() - began:.2f} s")
+        say(f"{item.__name__} passed in {time.monotonic() - began:.2f} s")
     dist.destroy_process_group()
     kvps.shutdown()
-    assert not [one for one in threading.enumerate() if one.name.startswith("kvps")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvps")]
     say("all is over")
     return 0
 

@@ -143,7 +143,7 @@ class Processes:
         self._all: list[Process] = []
         self._shared_before = _shared()
         place = ("KVPS_", "DMLC_", "OMP_", "MASTER_", "SLURM_", "OMPI_")
-        own = {key: one for key, one in os.environ.items() if not key.startswith(place)}
+        own = {key: item for key, item in os.environ.items() if not key.startswith(place)}
         self.env = {
             **own,
             "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
@@ -156,7 +156,7 @@ class Processes:
 
     def start(self, name: str, *argv: object, **env: str) -> Process:
         """Start a process; ``env`` is added to its environment."""
-        words = [str(one) for one in argv]
+        words = [str(argument) for argument in argv]
         process = Process(f"{len(self._all)}-{name}", words, {**self.env, **env}, self.folder, self.may_fork)
         self._all.append(process)
         return process
@@ -217,7 +217,7 @@ class Processes:
             raise AssertionError(f"left running: {self.running()}") from None
         assert not list(self.temp.iterdir()), "temporary files are left"
         left = _shared() - self._shared_before
-        assert not {one for one in left if "kvps" in one or "torch" in one}, f"left: {left}"
+        assert not {item for item in left if "kvps" in item or "torch" in item}, f"left: {left}"
 
     def end(self) -> None:
         """Kill what a failed test left."""
@@ -280,9 +280,9 @@ def free_port() -> int:
         kernels = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
         ours = max(0, int(kernels[0]) - PORTS_FROM)
     while True:
-        with socket.socket() as one, suppress(OSError):
-            one.bind(("127.0.0.1", PORTS_FROM + secrets.randbelow(ours) if ours else 0))
-            port: int = one.getsockname()[1]
+        with socket.socket() as connection, suppress(OSError):
+            connection.bind(("127.0.0.1", PORTS_FROM + secrets.randbelow(ours) if ours else 0))
+            port: int = connection.getsockname()[1]
             return port
 
 

@@ -57,7 +57,7 @@ class Front:
             self.front = mx.gluon.Trainer(self.model, "sgd", numbers, kv)
         elif name == "kvstore":
             self.names = [name for name, _ in self.model.named_parameters()]
-            self.values = [one.detach() for one in self.model.parameters()]
+            self.values = [item.detach() for item in self.model.parameters()]
             kv.init(self.names, self.values)
             kv.set_optimizer("sgd", lr=LR, momentum=0.9)
             self.front = kv
@@ -157,34 +157,34 @@ def train(
 ) -> list[float]:
     """Train with a front end; return the weights."""
     die("start", EPOCH)
-    one = Front(name)
+    front = Front(name)
     die("init", EPOCH)
-    start = one.resume() if resumes else 0
-    rank = one.kv.rank
+    start = front.resume() if resumes else 0
+    rank = front.kv.rank
     for _ in range(start // STEPS):
-        one.end_epoch()
+        front.end_epoch()
     for epoch in range(start // STEPS, EPOCHS):
         die("epoch", epoch)
-        one.begin_epoch(epoch)
+        front.begin_epoch(epoch)
         for step, batch in enumerate(batches(rank, epoch)):
             if epoch * STEPS + step >= start:
                 if step == 1:
                     die("step", epoch)
-                one.step(one.model(batch).square().mean())
+                front.step(front.model(batch).square().mean())
                 if step == 1:
                     die("pushed", epoch)
         with torch.no_grad():
-            one.model(batch)
+            front.model(batch)
             die("evaluation", epoch)
-        one.end_epoch()
+        front.end_epoch()
         die("barrier", epoch)
-        one.kv.barrier()
+        front.kv.barrier()
         die("checkpoint", epoch)
         if saves:
-            one.kv.checkpoint()
+            front.kv.checkpoint()
         die("checkpointed", epoch)
-    weights = one.weights()
-    one.close()
+    weights = front.weights()
+    front.close()
     return weights
 
 

@@ -24,11 +24,11 @@ def connection(endpoint: str) -> socket.socket:
 
 def throw(endpoint: str, octets: bytes) -> bytes:
     """Send these octets, hang up, and return what was answered."""
-    with connection(endpoint) as one, suppress(OSError):
-        one.settimeout(2.0)
-        one.sendall(octets)
-        one.shutdown(socket.SHUT_WR)
-        return b"".join(iter(lambda: one.recv(4096), b""))
+    with connection(endpoint) as sock, suppress(OSError):
+        sock.settimeout(2.0)
+        sock.sendall(octets)
+        sock.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: sock.recv(4096), b""))
     return b""
 
 
@@ -42,15 +42,15 @@ def command(name: bytes, content: bytes = b"") -> bytes:
 
 def greeted(endpoint: str, routing_id: bytes | None = None) -> socket.socket:
     """Return a socket behind the handshake of a DEALER, which may ask for a routing id."""
-    one = connection(endpoint)
-    one.sendall(GREETING)
-    _exactly(one, 64)
+    sock = connection(endpoint)
+    sock.sendall(GREETING)
+    _exactly(sock, 64)
     properties = b"\x0bSocket-Type" + struct.pack("!I", 6) + b"DEALER"
     if routing_id is not None:
         properties += b"\x08Identity" + struct.pack("!I", len(routing_id)) + routing_id
-    one.sendall(command(b"READY", properties))
-    _exactly(one, _exactly(one, 2)[1])
-    return one
+    sock.sendall(command(b"READY", properties))
+    _exactly(sock, _exactly(sock, 2)[1])
+    return sock
 
 
 def frame(content: bytes, flag: int = LAST) -> bytes:
@@ -63,11 +63,11 @@ def frame(content: bytes, flag: int = LAST) -> bytes:
 def pour(endpoint: str, octets: bytes, limit: int) -> int:
     """Send the same octets again and again, until somebody hangs up; return how many went out."""
     sent = 0
-    with greeted(endpoint) as one:
-        one.settimeout(10.0)
+    with greeted(endpoint) as sock:
+        sock.settimeout(10.0)
         with suppress(OSError):
             while sent < limit:
-                one.sendall(octets)
+                sock.sendall(octets)
                 sent += len(octets)
     return sent
 
@@ -84,7 +84,7 @@ class Liar:
         self, envelope: Envelope, message: Message, payload: Iterable[bytes] = (), limit_ms: int = 300
     ) -> Packet | None:
         """Say it, and return the first answer; None if there is none for a while."""
-        views = tuple([memoryview(one) for one in payload])
+        views = tuple([memoryview(frame) for frame in payload])
         self._dealer.send_multipart(wire.encode(Packet(envelope, message, views)))
         return self.heard(limit_ms)
 
@@ -108,10 +108,10 @@ def nobody(role: Role = Role.WORKER) -> Envelope:
     return Envelope(bytes(16), 0, role, 0, 0, 1)
 
 
-def _exactly(one: socket.socket, count: int) -> bytes:
+def _exactly(sock: socket.socket, count: int) -> bytes:
     got = b""
     while len(got) < count:
-        more = one.recv(count - len(got))
+        more = sock.recv(count - len(got))
         assert more, "hung up during the handshake"
         got += more
     return got

@@ -69,7 +69,7 @@ def test_workers_come_and_leave_and_all_their_pushes_count(processes: Processes)
     fourth = job.worker("fourth", 50)
     assert fourth.wait() == 0, fourth
     job.end()
-    assert [told(one)["rank"] for one in (job.second, third)] == [1, 2]
+    assert [told(item)["rank"] for item in (job.second, third)] == [1, 2]
     assert told(fourth)["rank"] == 1
     assert 0 < told(third)["begun"] < told(fourth)["begun"]
     last = told(job.first)
@@ -117,7 +117,7 @@ def test_launched_job_says_how_to_add_a_worker(processes: Processes) -> None:
     job = processes.kvps("launch", "-n", "1:2", "-s", 1, "--log-level", "info", "--", *command)
     line = job.expect(r"to add a worker, of 2 at most: kvps-worker (.*) -- (.*)")
     until(lambda: (processes.folder / "first-trains").exists(), "training")
-    words = [one.replace("first", "second") for one in line.group(2).split()]
+    words = [item.replace("first", "second") for item in line.group(2).split()]
     words[words.index("second") + 1] = "100"
     second = processes.kvps("worker", *line.group(1).split(), "--", *words)
     assert second.wait() == 0, second

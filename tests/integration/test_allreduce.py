@@ -46,7 +46,7 @@ def run(work, workers=2):
 # --- what every store does --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("test", CONTRACT, ids=lambda one: one.__name__.removeprefix("test_"))
+@pytest.mark.parametrize("test", CONTRACT, ids=lambda item: item.__name__.removeprefix("test_"))
 def test_the_contract(of_contract, test):
     test()
 
@@ -55,12 +55,12 @@ def test_a_push_and_a_pull(of_contract):
     contract.test_a_push_and_a_pull("allreduce")
 
 
-@pytest.mark.parametrize("dtype", [one.name for one in DTYPES])
+@pytest.mark.parametrize("dtype", [field.name for field in DTYPES])
 def test_every_element_type_is_summed(of_contract, dtype):
     contract.test_every_element_type_travels_and_is_summed("allreduce", dtype)
 
 
-@pytest.mark.parametrize("dtype", [one.name for one in DTYPES])
+@pytest.mark.parametrize("dtype", [field.name for field in DTYPES])
 def test_every_element_type_is_summed_over_workers(dtype):
     kind = getattr(torch, dtype)
 
@@ -167,7 +167,7 @@ def test_values_can_be_read_where_they_are_and_never_change_there():
         assert kv.pushpull("a", gradient, copy=False).tolist() == [10] * 3
         copied = kv.pull("b")
         copied.add_(1000)
-        assert [one.tolist() for one in first] == [[2] * 3, [2] * 2]
+        assert [item.tolist() for item in first] == [[2] * 3, [2] * 2]
         assert kv.pull("b", copy=False).tolist() == [2, 2]
         with pytest.raises(kvps.ConfigError, match="remove out="):
             kv.pull("a", out=gradient, copy=False)
@@ -204,7 +204,7 @@ def test_pushes_go_on_while_the_script_does(monkeypatch):
             kv.push("w", torch.ones(1), async_op=True).wait()
             assert not pulled[0].done()
             gone_on.set()
-            return [one.wait().item() for one in pulled]
+            return [item.wait().item() for item in pulled]
         assert gone_on.wait(20)
         return [kv.pushpull("w", torch.full((1,), float(step))).item() for step in range(10)] + [
             kv.push("w", torch.ones(1))
@@ -302,7 +302,7 @@ def test_a_timeout_names_who_is_missing_and_the_call_is_waited_for_again():
         else:
             with pytest.raises(kvps.Timeout, match=r"barrier\(\) is not done.*rank 1 has not made this call"):
                 kv.barrier(timeout=1.0)
-            assert [one.rank for one in kv.stragglers()] == [1]
+            assert [straggler.rank for straggler in kv.stragglers()] == [1]
             handle = kv.pushpull("w", torch.ones(1), async_op=True, timeout=0.3)
             with pytest.raises(kvps.Timeout, match="Nothing is cancelled"):
                 handle.wait()
@@ -360,7 +360,7 @@ def test_closing_waits_for_pushes_and_leaves_no_thread():
 
     def is_none_left() -> bool:
         mine = set(threading.enumerate()) - before
-        return not any("allreduce" in one.name for one in mine)
+        return not any("allreduce" in field.name for field in mine)
 
     until(is_none_left, "end of the threads of the stores")
 
@@ -432,9 +432,9 @@ def test_a_world_made_by_torchruns_variables(processes: Processes) -> None:
     script = processes.script(ADDS)
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     both = [processes.python("-W", "error", script, RANK=str(rank), **place) for rank in range(2)]
-    assert [one.wait() for one in both] == [0, 0], both
-    assert all("sum [3.0, 3.0, 3.0, 3.0] [2.0]" in one.out for one in both)
-    assert all(one.err == "" for one in both)
+    assert [item.wait() for item in both] == [0, 0], both
+    assert all("sum [3.0, 3.0, 3.0, 3.0] [2.0]" in item.out for item in both)
+    assert all(item.err == "" for item in both)
 
 
 @pytest.mark.parametrize("first", ["kvps", "torch"])
@@ -467,8 +467,8 @@ dist.destroy_process_group()
     port = free_port()
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     both = [processes.python(script, RANK=str(rank), **place) for rank in range(2)]
-    assert [one.wait() for one in both] == [0, 0], both
-    assert all("both 2.0" in one.out for one in both)
+    assert [item.wait() for item in both] == [0, 0], both
+    assert all("both 2.0" in item.out for item in both)
     if first == "kvps":
         listens = {line for line in both[1].out.splitlines() if line.startswith("listens")}
         assert listens == {f"listens 0100007F:{port:04X}"}

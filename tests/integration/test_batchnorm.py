@@ -59,8 +59,8 @@ def compare(shapes, offset=0.0, steps=2, dtype=torch.float64, rtol=1e-5, kvstore
             close(results[rank][step][0], part, rtol)
             close(results[rank][step][1], grad, rtol)
     for layer in layers:
-        for name, one in plain.named_buffers():
-            close(getattr(layer, name), one, rtol)
+        for name, item in plain.named_buffers():
+            close(getattr(layer, name), item, rtol)
     if plain.affine:
         close(sum(layer.weight.grad for layer in layers), plain.weight.grad, rtol)
         close(sum(layer.bias.grad for layer in layers), plain.bias.grad, rtol)
@@ -141,9 +141,9 @@ def test_two_branches_and_several_layers():
     x = torch.cat(batches).requires_grad_()
     loss = result(plain, x)
     loss.backward()
-    assert sum(one[0] for one in found) == pytest.approx(loss.item())
-    close(torch.cat([one[1] for one in found]), x.grad)
-    assert all(torch.allclose(one[2], plain[0].running_var) for one in found)
+    assert sum(item[0] for item in found) == pytest.approx(loss.item())
+    close(torch.cat([item[1] for item in found]), x.grad)
+    assert all(torch.allclose(item[2], plain[0].running_var) for item in found)
 
 
 def test_a_worker_whose_input_needs_no_gradient_gives_its_sums_all_the_same():

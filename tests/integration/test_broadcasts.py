@@ -33,17 +33,17 @@ def test_parameters_and_buffers_are_those_of_the_root(root, kvstore):
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
         model[1].running_mean.fill_(rank)
         model[1].num_batches_tracked.fill_(rank)
-        mine = {name: one.clone() for name, one in model.state_dict().items()}
-        places = [one.data_ptr() for one in model.parameters()]
+        mine = {name: item.clone() for name, item in model.state_dict().items()}
+        places = [param.data_ptr() for param in model.parameters()]
         front.broadcast_parameters(model, root, kvstore=kvstore)
-        assert [one.data_ptr() for one in model.parameters()] == places
+        assert [param.data_ptr() for param in model.parameters()] == places
         return mine, model.state_dict()
 
     results = run(work, workers=3)
     expected = results[root][0]
     assert not torch.equal(expected["0.weight"], results[root - 1][0]["0.weight"])
     for _, found in results:
-        assert all(torch.equal(found[name], one) for name, one in expected.items())
+        assert all(torch.equal(found[name], item) for name, item in expected.items())
 
 
 @pytest.mark.parametrize("root", [0, 1])
@@ -157,7 +157,7 @@ def test_objects_of_all_workers(root):
                 else front.gather_object(mine, root, "state")
             )
             if found is not None:
-                seen.append([(one["rank"], one["steps"], one["w"].tolist()) for one in found])
+                seen.append([(item["rank"], item["steps"], item["w"].tolist()) for item in found])
         return seen
 
     expected = [
@@ -224,7 +224,7 @@ def test_a_resumed_optimizer_is_the_same_on_all_workers(name, root):
         front.broadcast_optimizer_state(optimizer, root)
         assert optimizer.param_groups[0]["lr"] == 0.025
         optimizer.step(step)
-        return [one.detach().clone() for one in model.parameters()]
+        return [param.detach().clone() for param in model.parameters()]
 
     first, second = run(work)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

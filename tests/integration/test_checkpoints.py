@@ -55,11 +55,11 @@ def cluster(
     processes: Processes, script: Path, workers: int, servers: int, folder: Path, *more: object
 ) -> list[str]:
     """Run a script in a cluster whose servers keep checkpoints; return what its workers printed."""
-    one = processes.scheduler(workers, servers)
-    running = [one.process]
-    running += [one.server("--checkpoint-dir", folder) for _ in range(servers)]
+    item = processes.scheduler(workers, servers)
+    running = [item.process]
+    running += [item.server("--checkpoint-dir", folder) for _ in range(servers)]
     command = (sys.executable, script, *more)
-    started = [one.worker(*command) for _ in range(workers)]
+    started = [item.worker(*command) for _ in range(workers)]
     for process in [*started, *running]:
         assert process.wait(60.0) == 0, process
     return [process.out for process in started]
@@ -152,8 +152,8 @@ def test_a_store_without_a_place_says_so(processes: Processes) -> None:
         "for call in (kv.checkpoint, kv.restore):\n"
         "    try:\n        call()\n    except kvps.ConfigError as error:\n        print(error)\n"
     )
-    one = processes.scheduler(1, 1)
-    server, worker = one.server(), one.plain(script)
+    cluster = processes.scheduler(1, 1)
+    server, worker = cluster.server(), cluster.plain(script)
     assert worker.wait() == 0, worker
     assert worker.out.count("start every kvps-server with --checkpoint-dir") == 2
     assert server.wait() == 0

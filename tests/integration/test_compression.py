@@ -54,7 +54,7 @@ def loss_of(params: dict[str, torch.nn.Parameter], rank: int, step: int) -> torc
 
 
 def kept(params: dict[str, torch.nn.Parameter]) -> Tensors:
-    return {name: one.detach().clone() for name, one in params.items()}
+    return {name: item.detach().clone() for name, item in params.items()}
 
 
 def two_bits(rest: torch.Tensor) -> torch.Tensor:
@@ -96,8 +96,8 @@ class Reference:
 
 
 def assert_close(found: Tensors, expected: dict[str, Any], atol: float = 1e-5) -> None:
-    for name, one in expected.items():
-        torch.testing.assert_close(found[name], one.detach(), rtol=1e-5, atol=atol, msg=name)
+    for name, item in expected.items():
+        torch.testing.assert_close(found[name], item.detach(), rtol=1e-5, atol=atol, msg=name)
 
 
 # --- the Trainer ------------------------------------------------------------------------------------
@@ -130,8 +130,8 @@ def test_a_trainer_follows_mxnets_rule(
         for step in range(STEPS):
             loss_of(params, rank, step).backward()
             trainer.step(WORKERS)
-            for one in params.values():
-                one.grad = None
+            for param in params.values():
+                param.grad = None
         return kept(params), kv.compression_state()
 
     reference = Reference(rule, plain=["bias"])
@@ -159,22 +159,22 @@ def test_a_trainer_goes_on_with_what_was_owed(on_store: bool, tmp_path: Path) ->
                 saved[rank] = kept(params)
             loss_of(params, rank, step).backward()
             trainer.step(WORKERS)
-            for one in params.values():
-                one.grad = None
+            for param in params.values():
+                param.grad = None
         return kept(params)
 
     saved: dict[int, Tensors] = {}
     whole = run(lambda rank: work(rank, parameters(), 0))
-    names = sorted(one.name for one in tmp_path.iterdir())
+    names = sorted(field.name for field in tmp_path.iterdir())
     assert names == ["states", "states.rests-0", "states.rests-1"]
     again = run(lambda rank: work(rank, {n: torch.nn.Parameter(w) for n, w in saved[rank].items()}, 2))
-    for one, other in zip(whole, again, strict=True):
-        assert_same(one, other)
+    for item, other in zip(whole, again, strict=True):
+        assert_same(item, other)
 
 
-def assert_same(one: Tensors, other: Tensors) -> None:
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
+def assert_same(first: Tensors, other: Tensors) -> None:
+    for name in first:
+        assert torch.equal(first[name], other[name]), name
 
 
 def test_a_ring_does_not_compress() -> None:
@@ -273,7 +273,7 @@ def test_a_scaler_sees_what_is_infinite(on_store: bool) -> None:
     for step in range(STEPS):
         scale = 1.0 if on_store else 4.0 if step <= 2 else 2.0
         drawn = [
-            {name: scale * one for name, one in gradients(rank, step).items()} for rank in range(WORKERS)
+            {name: scale * item for name, item in gradients(rank, step).items()} for rank in range(WORKERS)
         ]
         if step != 2:
             reference.step_by(drawn, divisor=WORKERS * scale)
@@ -305,8 +305,8 @@ def test_a_state_dict_has_what_is_owed(on_store: bool, tmp_path: Path) -> None:
     saved: dict[int, Tensors] = {}
     whole = run(lambda rank: work(rank, parameters(), 0))
     again = run(lambda rank: work(rank, {n: torch.nn.Parameter(w) for n, w in saved[rank].items()}, 2))
-    for one, other in zip(whole, again, strict=True):
-        assert_same(one, other)
+    for item, other in zip(whole, again, strict=True):
+        assert_same(item, other)
 
     state = torch.load(tmp_path / "optimizer-1.pt")
     assert state["compression"]["rank"] == 1

@@ -28,10 +28,10 @@ def test_a_single_script_runs_in_all_roles(processes: Processes) -> None:
     port = str(free_port())
     roles = ("worker", "server", "scheduler", "server", "worker")
     started = [processes.python(script, **variables(role), DMLC_PS_ROOT_PORT=port) for role in roles]
-    assert [one.wait() for one in started] == [0] * 5, started
-    for role, one in zip(roles, started, strict=True):
-        assert one.out == ("sum [3.0, 3.0, 3.0, 3.0]\n" if role == "worker" else "")
-        assert one.err == ""
+    assert [process.wait() for process in started] == [0] * 5, started
+    for role, item in zip(roles, started, strict=True):
+        assert item.out == ("sum [3.0, 3.0, 3.0, 3.0]\n" if role == "worker" else "")
+        assert item.err == ""
 
 
 def test_our_commands_need_no_flags(processes: Processes) -> None:
@@ -42,8 +42,8 @@ def test_our_commands_need_no_flags(processes: Processes) -> None:
         processes.kvps("server", **env),
         processes.kvps("worker", "--", sys.executable, script, **env),
     ]
-    assert [one.wait() for one in started] == [78] * 3
-    assert all("DMLC_ROLE='any'" in one.err for one in started)
+    assert [process.wait() for process in started] == [78] * 3
+    assert all("DMLC_ROLE='any'" in process.err for process in started)
     for role in ("scheduler", "server", "worker"):
         env["DMLC_ROLE"] = role  # what they are, they know by themselves
     started = [
@@ -51,19 +51,19 @@ def test_our_commands_need_no_flags(processes: Processes) -> None:
         processes.kvps("server", **env),
         processes.kvps("worker", "--", sys.executable, script, **env),
     ]
-    assert [one.wait() for one in started] == [0] * 3
+    assert [process.wait() for process in started] == [0] * 3
     assert "sum [1.0, 1.0, 1.0, 1.0]" in started[2].out
 
 
 def test_half_a_description_names_the_other_half(processes: Processes) -> None:
     env = variables("server")
-    for one, code in (
+    for item, code in (
         (processes.python(processes.script(SUM), **env), 1),
         (processes.kvps("server", **env), 78),
         (processes.kvps("scheduler", **env), 78),
     ):
-        assert one.wait() == code
-        assert "DMLC_PS_ROOT_PORT is not" in one.err
+        assert item.wait() == code
+        assert "DMLC_PS_ROOT_PORT is not" in item.err
 
 
 def test_a_busy_port_ends_the_scheduler_with_78(processes: Processes) -> None:
@@ -90,7 +90,7 @@ def test_other_machines_need_a_word(processes: Processes) -> None:
     started = [
         processes.python(script, **{**variables(role, 1, 1), **endpoint}, KVPS_INSECURE="1") for role in roles
     ]
-    assert [one.wait() for one in started] == [0, 0, 0], started
+    assert [process.wait() for process in started] == [0, 0, 0], started
 
 
 def test_a_server_is_stopped_by_a_signal(processes: Processes) -> None:

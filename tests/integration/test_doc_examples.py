@@ -114,7 +114,7 @@ def yours(rank: int, checkpoint: Path) -> dict[str, Any]:
         "data": torch.utils.data.TensorDataset(*(torch.cat(part) for part in zip(*batches, strict=True))),
         "build": lambda: (model, sgd(model)),
         "names": [name for name, _ in model.named_parameters()],
-        "weights": [one.detach() for one in model.parameters()],
+        "weights": [param.detach() for param in model.parameters()],
         "backward": lambda batch: torch.autograd.grad(
             cross_entropy(model(batch[0]), batch[1]), list(model.parameters())
         ),
@@ -140,19 +140,19 @@ def test_an_example_runs_and_workers_agree(block: Block, checkpoint: Path) -> No
         names = yours(rank, checkpoint)
         if "optimizer" in block.code and "optimizer =" not in block.code:
             names["optimizer"] = kvps.torch.DistributedOptimizer(sgd(names["model"]), names["model"])
-        before = [one.detach().clone() for one in names["model"].parameters()]
+        before = [param.detach().clone() for param in names["model"].parameters()]
         exec(block.compiled(), names)
         if re.search(r"^for .*(batch|range)", block.code, re.MULTILINE):
             moved = zip(before, names["model"].parameters(), strict=True)
             assert any(not torch.equal(old, new) for old, new in moved), "nothing was trained"
         names["model"].state_dict()  # overlapped updates are made
-        return [one.detach().clone() for one in names["model"].parameters()]
+        return [param.detach().clone() for param in names["model"].parameters()]
 
     trains = re.search(r"optimizer|Trainer|pushpull|broadcast_parameters", block.code)
     has_rounds = "dist_ssp" not in block.code  # without them, each worker pulls what is there
     with kvps.LocalCluster(WORKERS, servers=2) as cluster:
         results = cluster.run(work)
-    assert all(one.isfinite().all() for result in results for one in result)
+    assert all(item.isfinite().all() for result in results for item in result)
     if trains and has_rounds:
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -160,14 +160,14 @@ def test_an_example_runs_and_workers_agree(block: Block, checkpoint: Path) -> No
 # --- whole scripts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", [one for one in SCRIPTS if one.kind == "after"], ids=str)
+@pytest.mark.parametrize("block", [item for item in SCRIPTS if item.kind == "after"], ids=str)
 def test_a_script_that_has_moved_learns_digits(block: Block) -> None:
     def work(rank: int) -> tuple[float, list[torch.Tensor]]:
         names: dict[str, Any] = {}
         exec(block.compiled(), names)
         found = names["weight"] if "weight" in names else names["model"].state_dict()
         weights = [found] if isinstance(found, torch.Tensor) else list(found.values())
-        return names["accuracy"], [one.detach().clone() for one in weights]
+        return names["accuracy"], [weight.detach().clone() for weight in weights]
 
     with kvps.LocalCluster(WORKERS, servers=2) as cluster:
         (first, weights), (second, others) = cluster.run(work)
@@ -186,7 +186,7 @@ def launched_accuracy(processes: Processes, block: Block, workers: int) -> float
     return float(found[0]) if found else 1.0
 
 
-@pytest.mark.parametrize("block", [one for one in SCRIPTS if one.kind != "after"], ids=str)
+@pytest.mark.parametrize("block", [item for item in SCRIPTS if item.kind != "after"], ids=str)
 def test_a_script_of_a_group_learns_digits(processes: Processes, block: Block) -> None:
     assert launched_accuracy(processes, block, WORKERS) > 0.9
 

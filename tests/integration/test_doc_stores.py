@@ -94,7 +94,7 @@ def test_every_block_is_known() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("block", [one for one in ALL if EXPORTED not in one.code], ids=str)
+@pytest.mark.parametrize("block", [item for item in ALL if EXPORTED not in item.code], ids=str)
 def test_a_block_runs(processes: Processes, tmp_path: Path, block: Block) -> None:
     folder, word = str(tmp_path / "ckpt"), word_of(block)
     code = YOURS.format(folder=folder) + BEFORE[word] + block.code + AFTER[word] + "\n"
@@ -106,7 +106,7 @@ def test_a_block_runs(processes: Processes, tmp_path: Path, block: Block) -> Non
 
 @pytest.mark.thorough
 def test_an_exported_model_is_loaded(processes: Processes, tmp_path: Path) -> None:
-    block = next(one for one in ALL if EXPORTED in one.code)
+    block = next(item for item in ALL if EXPORTED in item.code)
     folder = str(tmp_path / "ckpt")
     train = """
 import torch, kvps

@@ -42,7 +42,7 @@ def test_rows_are_spread_over_servers_and_come_back(kind: str, monkeypatch: pyte
         assert (len(table), table.resume()) == (300, 5)
         assert table.version() == (5 if kind == "dist_sync" else 10)
         assert torch.equal(table.pull(2**50 + 7), table.pull([2**50 + 7])[0])
-        exported = torch.cat([one for one, _ in table.export()])  # type: ignore[union-attr]
+        exported = torch.cat([item for item, _ in table.export()])  # type: ignore[union-attr]
         assert torch.equal(exported.sort().values, ids.sort().values)
         kv.barrier()
         if rank == 0:
@@ -51,18 +51,18 @@ def test_rows_are_spread_over_servers_and_come_back(kind: str, monkeypatch: pyte
             table.push([], [])
         kv.barrier()
         version = 5 if kind == "dist_sync" else 10
-        changed = [one.tolist() for one, _ in table.changed_since(version)]  # type: ignore[union-attr]
+        changed = [item.tolist() for item, _ in table.changed_since(version)]  # type: ignore[union-attr]
         kv.barrier()
         return first, changed
 
-    (one, changed), (other, same) = run(work)
-    assert torch.equal(one, other)
-    assert len(torch.unique(one)) > 1000
+    (item, changed), (other, same) = run(work)
+    assert torch.equal(item, other)
+    assert len(torch.unique(item)) > 1000
     # Of several servers each has counted its own pushes.
     assert changed == same
     assert [7] in changed
     local = kvps.create("local").embedding("t", 4, init=("normal", 0.5), optimizer="sgd", lr=1.0)
-    assert torch.equal(local.pull(ids.view(3, 100)), one)
+    assert torch.equal(local.pull(ids.view(3, 100)), item)
 
 
 @pytest.mark.parametrize("kind", [*DIST, *[f"{kind}_device" for kind in DIST]])

@@ -230,11 +230,11 @@ FLAGS = {
     "examples/gluon_digits.py": "--overlap",
     "examples/ray_digits.py": "--kill",
 }
-COMMANDS += [f"{one} {FLAGS[one.split()[-1]]}" for one in COMMANDS if one.split()[-1] in FLAGS]
+COMMANDS += [f"{item} {FLAGS[item.split()[-1]]}" for item in COMMANDS if item.split()[-1] in FLAGS]
 
 
 def test_the_table_names_every_example() -> None:
-    scripts = {one.name for one in (ROOT / "examples").glob("*.py")}
+    scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
     named = {re.search(r"examples/(\w+\.py)", command)[1] for command in COMMANDS}  # type: ignore[index]
     assert named == scripts == set(SEEN)
 
@@ -249,7 +249,7 @@ def test_a_command_of_the_table(processes: Processes, command: str) -> None:
     (processes.folder / "examples").symlink_to(ROOT / "examples")
     if "ray_digits" in command:
         pytest.importorskip("ray", reason="Ray is not installed: pip install 'kvps[ray]'")
-    words = [str(BIN / one) if (BIN / one).exists() else one for one in shlex.split(command)]
+    words = [str(BIN / item) if (BIN / item).exists() else item for item in shlex.split(command)]
     process = processes.start("example", *words)
     script = re.search(r"(\w+\.py)", command)
     assert script

@@ -103,7 +103,7 @@ def test_an_example_says_why_it_cannot_go_on(processes: Processes, example: str)
 
 
 def test_every_example_is_killed_or_says_why_not() -> None:
-    scripts = {one.name for one in (ROOT / "examples").glob("*.py")}
+    scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert scripts == {*GOES_ON, *BEGINS_AGAIN, *REFUSED, *ELSEWHERE}
     for name in scripts:
         head = (ROOT / "examples" / name).read_text(encoding="utf-8").split('"""')[1]

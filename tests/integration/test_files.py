@@ -26,7 +26,7 @@ def ids_of(count: int) -> torch.Tensor:
 def check(path: Path, table: kvps.EmbeddingTable, count: int, states: set[str]) -> None:
     """Compare a file with the rows of its table."""
     found = load_file(path)
-    assert found.keys() == {"ids", "versions", "rows"} | {f"state.{one}" for one in states}
+    assert found.keys() == {"ids", "versions", "rows"} | {f"state.{state}" for state in states}
     order = found["ids"].argsort()
     assert torch.equal(found["ids"][order], ids_of(count))
     assert found["versions"].tolist() == [1] * count
@@ -168,14 +168,14 @@ def test_states_and_rests_of_a_trainer_are_read(tmp_path: Path) -> None:
             kvstore="dist_sync",
             compression_params={"type": "2bit", "threshold": 0.5, "min_bytes": 0},
         )
-        for one in params.values():
-            one.grad = torch.full_like(one, 0.25)
+        for param in params.values():
+            param.grad = torch.full_like(param, 0.25)
         trainer.step(1)
         path = tmp_path / "trainer"
         trainer.save_states(str(path))
         assert load_file(path)["w/exp_avg"].numel() == 100
         rests = load_file(f"{path}.rests-0")
-        assert {name: one.numel() for name, one in rests.items()} == {"w": 100, "b": 3}
+        assert {name: item.numel() for name, item in rests.items()} == {"w": 100, "b": 3}
         trainer.load_states(str(path))
 
     with kvps.LocalCluster(workers=1, servers=2) as cluster:

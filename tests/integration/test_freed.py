@@ -32,12 +32,12 @@ def test_values_are_freed_when_their_call_is_over(call: str) -> None:
             kv.pull(names, out=values)
         else:
             kv.pushpull(names, values, out=values)
-        return [weakref.ref(one) for one in values]
+        return [weakref.ref(value) for value in values]
 
     with kvps.LocalCluster(1, 2):
         kv = kvps.create("dist_sync")
         kv.init(["a", "b"], [torch.zeros(300_000), torch.zeros(3)])
         left = begin()
         kv.barrier()
-        until(lambda: not [one for one in left if one() is not None], "end of the values")
+        until(lambda: not [item for item in left if item() is not None], "end of the values")
         kv.close()

@@ -47,7 +47,7 @@ def in_cluster() -> Iterator[tuple[Model, Optimizer]]:
 
 def groups(model: Model, lr: float = 0.1) -> list[dict[str, Any]]:
     first, *others = model.children()
-    rest = [param for one in others for param in one.parameters()]
+    rest = [param for other in others for param in other.parameters()]
     return [{"params": list(first.parameters()), "lr": lr}, {"params": rest, "lr": lr / 4}]
 
 
@@ -56,8 +56,8 @@ def train(model: Model, step: Callable[[], object], *also: Any) -> None:
         model.zero_grad()
         model(INPUTS).square().mean().backward()
         step()
-        for one in also:
-            one.step()
+        for item in also:
+            item.step()
 
 
 def weights(model: Model) -> list[torch.Tensor]:
@@ -66,38 +66,38 @@ def weights(model: Model) -> list[torch.Tensor]:
 
 def distributed(**options: Any) -> Callable[[Model, Optimizer], Loop]:
     def begin(model: Model, sgd: Optimizer) -> Loop:
-        one = DistributedOptimizer(sgd, model, **options)
-        return Loop(one.step, one.close)
+        distributed_optimizer = DistributedOptimizer(sgd, model, **options)
+        return Loop(distributed_optimizer.step, distributed_optimizer.close)
 
     return begin
 
 
 def trainer(**options: Any) -> Callable[[Model, Optimizer], Loop]:
     def begin(model: Model, sgd: Optimizer) -> Loop:
-        one = kvps.Trainer(model, sgd, kvstore="dist_sync", **options)
-        return Loop(lambda: one.step(1))
+        item = kvps.Trainer(model, sgd, kvstore="dist_sync", **options)
+        return Loop(lambda: item.step(1))
 
     return begin
 
 
 def sharded(by_optimizer: bool) -> Callable[[Model, Optimizer], Loop]:
     def begin(model: Model, sgd: Optimizer) -> Loop:
-        one = shard(model, optimizer=sgd)
-        return Loop((lambda: sgd.step()) if by_optimizer else one.step, one.close)
+        item = shard(model, optimizer=sgd)
+        return Loop((lambda: sgd.step()) if by_optimizer else item.step, item.close)
 
     return begin
 
 
 def local_steps(model: Model, sgd: Optimizer) -> Loop:
-    one = DiLoCo(model, sgd, sync_every=2)
-    one.__enter__()
-    return Loop(lambda: sgd.step(), lambda: one.__exit__(None, None, None))
+    di_lo_co = DiLoCo(model, sgd, sync_every=2)
+    di_lo_co.__enter__()
+    return Loop(lambda: sgd.step(), lambda: di_lo_co.__exit__(None, None, None))
 
 
 def horovods(model: Model, sgd: Optimizer) -> Loop:
     hvd.init()
-    one = hvd.DistributedOptimizer(sgd, model.named_parameters())
-    return Loop(lambda: one.step(), hvd.shutdown)
+    distributed_optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
+    return Loop(lambda: distributed_optimizer.step(), hvd.shutdown)
 
 
 FRONT_ENDS = {
@@ -161,7 +161,7 @@ def test_a_profile_has_one_mark_for_each_step(name: str) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             train(model, loop.step)
         loop.close()
-    marks = [one.name for one in profile.events() if one.name.startswith("Optimizer.step#")]
+    marks = [event.name for event in profile.events() if event.name.startswith("Optimizer.step#")]
     assert marks == ["Optimizer.step#SGD.step"] * STEPS
 
 
@@ -290,7 +290,7 @@ def test_local_steps_outside_the_context_are_told_once(kind: type[DiLoCo]) -> No
         outer = kind(model, sgd, sync_every=2)
         with pytest.warns(UserWarning, match=f"train inside `with {kind.__name__}") as told:
             train(model, lambda: sgd.step())
-        assert [one.filename for one in told] == [__file__]
+        assert [effect.filename for effect in told] == [__file__]
         with warnings.catch_warnings(action="error"), outer:
             train(model, lambda: sgd.step())
         with warnings.catch_warnings(action="error"):
@@ -306,9 +306,9 @@ def test_an_optimizer_that_exchanges_gradients_itself_is_refused() -> None:
             hvd.DistributedOptimizer(sgd, model.named_parameters()),
         ):
             for make in (
-                lambda one: DiLoCo(model, one, sync_every=2),
-                lambda one: kvps.Trainer(model, one, kvstore="dist_sync"),
-                lambda one: shard(model, optimizer=one),
+                lambda item: DiLoCo(model, item, sync_every=2),
+                lambda item: kvps.Trainer(model, item, kvstore="dist_sync"),
+                lambda item: shard(model, optimizer=item),
             ):
                 with pytest.raises(kvps.ConfigError, match="got a DistributedOptimizer"):
                     make(taken)

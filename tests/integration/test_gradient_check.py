@@ -47,7 +47,7 @@ def test_gradients_that_replace_weights_are_told_once(step: str) -> None:
         MISTAKES[step](kv, model)
     with warnings.catch_warnings(action="error"):
         MISTAKES[step](kv, model)
-    assert [one.filename for one in told] == [__file__]
+    assert [effect.filename for effect in told] == [__file__]
 
 
 @pytest.mark.parametrize("step", INTENDED)

@@ -34,7 +34,7 @@ def lies_in_segment(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in this process's memory that others may read."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, mode = line.split()[:2]
-        first, last = (int(one, 16) for one in place.split("-"))
+        first, last = (int(item, 16) for item in place.split("-"))
         if "/memfd:kvps" in line and mode == "rw-s" and first <= tensor.data_ptr() < last:
             return True
     return False
@@ -66,10 +66,10 @@ def train(rank: int, name: str, dtype: torch.dtype = torch.float32) -> tuple[lis
     for number in range(STEPS):
         model.zero_grad()
         model(batch(rank, number, dtype)).square().mean().backward()
-        grads = [one.grad for one in model.parameters() if one.numel() > WIDTH]
-        places = [lies_in_segment(one) for one in grads if one is not None]
+        grads = [param.grad for param in model.parameters() if param.numel() > WIDTH]
+        places = [lies_in_segment(gradient) for gradient in grads if gradient is not None]
         step()
-    return [one.detach() for one in model.parameters()], places
+    return [param.detach() for param in model.parameters()], places
 
 
 def run(work: Callable[..., Any], *arguments: Any, workers: int = 2) -> list[Any]:
@@ -110,8 +110,8 @@ def test_a_gradient_that_is_kept_does_not_change(name: str, is_view: bool) -> No
             grad = model[0].weight.grad
             if number < STEPS:
                 kept.append((grad[1:] if is_view else grad, grad.clone()))
-        is_same = all(torch.equal(one, copy[1:] if is_view else copy) for one, copy in kept)
-        return is_same, lies_in_segment(grad), [one.detach() for one in model.parameters()]
+        is_same = all(torch.equal(item, copy[1:] if is_view else copy) for item, copy in kept)
+        return is_same, lies_in_segment(grad), [param.detach() for param in model.parameters()]
 
     def alone(rank: int) -> list[torch.Tensor]:
         model = net(rank)
@@ -120,7 +120,7 @@ def test_a_gradient_that_is_kept_does_not_change(name: str, is_view: bool) -> No
             model.zero_grad()
             model(batch(rank, number)).square().mean().backward()
             step()
-        return [one.detach() for one in model.parameters()]
+        return [param.detach() for param in model.parameters()]
 
     expected = run(alone)
     for (is_same, is_in_place, weights), others in zip(run(work), expected, strict=True):
@@ -141,8 +141,8 @@ def test_servers_read_what_was_pushed_although_the_call_failed() -> None:
             model(batch(rank, number)).square().mean().backward()
             step()
         both = []
-        for one in range(2):
-            (loss,) = [model(batch(one, 2)).square().mean()]
+        for item in range(2):
+            (loss,) = [model(batch(item, 2)).square().mean()]
             both.append(torch.autograd.grad(loss, list(model.parameters())))
         optimizer.zero_grad()
         was_late = False
@@ -180,17 +180,17 @@ def test_weights_of_servers_are_not_written_before_the_step(name: str) -> None:
             model.zero_grad()
             model(batch(rank, number)).square().mean().backward()
             step()
-        before = [one.detach().clone() for one in model.parameters()]
+        before = [param.detach().clone() for param in model.parameters()]
         model.zero_grad()
         model(batch(rank, 3)).square().mean().backward()
         talk.barrier()  # all have pushed
         kv = owner.kvstore if name.startswith("optimizer") else owner._kv
         moved = kv.pull([name for name, _ in model.named_parameters()])
-        now = [one.detach() for one in model.parameters()]
+        now = [param.detach() for param in model.parameters()]
         is_still = all(torch.equal(a, b) for a, b in zip(now, before, strict=True))
         has_moved = not any(torch.equal(a, b) for a, b in zip(now, moved, strict=True))
         step()
-        now = [one.detach() for one in model.parameters()]
+        now = [param.detach() for param in model.parameters()]
         return is_still, has_moved, all(torch.equal(a, b) for a, b in zip(now, moved, strict=True))
 
     assert run(work) == [(True, True, True)] * 2

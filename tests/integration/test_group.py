@@ -41,7 +41,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
         yield launched
 
 
-@pytest.mark.parametrize("name", [one.__name__ for one in group_worker.CASES])
+@pytest.mark.parametrize("name", [item.__name__ for item in group_worker.CASES])
 def test_three_ranks(ran: Process, name: str) -> None:
     assert len(re.findall(rf"^\[worker \d\] {name} passed", ran.out, re.MULTILINE)) == 3, ran
 

@@ -55,7 +55,7 @@ def test_a_job_with_endpoints(processes: Processes) -> None:
     assert found["kvps_memory_limit_bytes", ""] == 4 << 20
     assert found["kvps_memory_bytes", "weights"] == 4000
     assert found["kvps_ready", ""] == 1
-    assert sum([one for (name, _), one in found.items() if name == "kvps_refusals_total"]) == 0
+    assert sum([item for (name, _), item in found.items() if name == "kvps_refusals_total"]) == 0
     assert get(f"{at_server}/readyz")[0] == 200
     assert json.loads(get(f"{at_server}/statusz")[1])["rank"] == 0
 
@@ -71,8 +71,8 @@ def test_a_job_with_endpoints(processes: Processes) -> None:
     with one_moves(at_scheduler, "kvps_refusals_total", "key_may_not"):
         look_key_leaves_its_place(cluster.endpoint, folder)
     (processes.folder / "go").touch()
-    for one in (worker, server, cluster.process):
-        assert one.wait() == 0, one
+    for item in (worker, server, cluster.process):
+        assert item.wait() == 0, item
 
 
 def keys_of(folder: Path, role: str) -> Keys:

@@ -66,8 +66,8 @@ class Job:
 
     def section(self, role: str) -> KeyPair:
         """Return a role's key."""
-        (one,) = files._read(self.folder / f"{role}.key")
-        return one.pair
+        (item,) = files._read(self.folder / f"{role}.key")
+        return item.pair
 
     def envelope(self, rank: int = 0, role: Role = Role.WORKER, life: int | None = None) -> Envelope:
         """Return the envelope of a member, by default of the true worker."""
@@ -78,17 +78,17 @@ class Job:
         """Let the worker go on, and assert that nothing has changed."""
         (self.place / "go").touch()
         self.worker.expect("right", 120.0)
-        for one in (self.worker, self.server, self.cluster.process):
-            assert one.wait() == 0
+        for item in (self.worker, self.server, self.cluster.process):
+            assert item.wait() == 0
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """Yield a job that others talk to; it has to end well."""
     for processes in made(tmp_path_factory.mktemp("job")):
-        one = Job(processes)
-        yield one
-        one.finish()
+        item = Job(processes)
+        yield item
+        item.finish()
 
 
 class Peer:
@@ -137,7 +137,7 @@ def joined(endpoint: str, keys: Keys | None, role: Role = Role.WORKER) -> tuple[
             client.on_timer(time.monotonic())
     finally:
         transport.close(0.0)
-    assert any(isinstance(one, Exit) for one in outbox)
+    assert any(isinstance(item, Exit) for item in outbox)
     return client, time.monotonic() - began
 
 
@@ -411,8 +411,8 @@ def test_connection_falls_back_to_tcp_where_the_local_socket_is_closed(
     coming = ZmqTransport(keys=Keys(("s" * 40,), session=worker))
     monkeypatch.setattr(outgoing, "is_kin", lambda endpoint: False)
     with closing(contextlib.ExitStack()) as ends:
-        for one in (listening, coming):
-            ends.callback(one.close, 0.0)
+        for item in (listening, coming):
+            ends.callback(item.close, 0.0)
         coming.connect(Connect("server 0", listening.endpoint, True, server.public, True))
         said = Packet(Envelope(bytes(16), 0, Role.WORKER, 1, 1, 1), m.Probe((1,)))
         coming.send("server 0", said, None)

@@ -51,7 +51,7 @@ def test_a_push_and_a_pull(name):
     run(work)
 
 
-@pytest.mark.parametrize("dtype", [one.name for one in DTYPES])
+@pytest.mark.parametrize("dtype", [field.name for field in DTYPES])
 @pytest.mark.parametrize("name", ["local", "dist_sync"])
 def test_every_element_type_travels_and_is_summed(name, dtype):
     def work(rank):
@@ -117,10 +117,10 @@ def test_lists_of_keys_with_lists_of_devices():
         kv = store("dist_sync_device")
         kv.init(["a", "b"], [torch.zeros(2), torch.zeros(3)])
         kv.push(["a", "b"], [[torch.ones(2), torch.ones(2)], torch.ones(3)])
-        one, two = torch.empty(2), torch.empty(2)
+        tensor, two = torch.empty(2), torch.empty(2)
         three = torch.empty(3)
-        kv.pull(["a", "b"], out=[[one, two], three])
-        assert one.tolist() == two.tolist() == [2, 2]
+        kv.pull(["a", "b"], out=[[tensor, two], three])
+        assert tensor.tolist() == two.tolist() == [2, 2]
         assert three.tolist() == [1, 1, 1]
 
     run(work)
@@ -245,13 +245,13 @@ def test_workers_with_different_numbers_of_batches_join(name):
 
 def test_several_stores_in_one_job():
     def work(rank):
-        one, two = store(), store()
+        first, two = store(), store()
         asy = store("dist_async", name="extra")
-        for factor, kv in enumerate((one, two, asy), start=1):
+        for factor, kv in enumerate((first, two, asy), start=1):
             kv.init("w", torch.zeros(2))
             kv.push("w", torch.full((2,), float(factor)))
             kv.barrier()
-        return [kv.pull("w")[0].item() for kv in (one, two, asy)]
+        return [kv.pull("w")[0].item() for kv in (first, two, asy)]
 
     assert run(work, workers=2) == [[2.0, 4.0, 6.0]] * 2
 
@@ -324,13 +324,13 @@ def test_host_aggregation_is_on_by_store_and_variable(monkeypatch, kind, options
     if variable is not None:
         monkeypatch.setenv("KVPS_HOST_AGGREGATION", variable)
 
-    def note(session, one, *more):
-        opened.append(one)
-        return call(session, one, *more)
+    def note(session, item, *more):
+        opened.append(item)
+        return call(session, item, *more)
 
     monkeypatch.setattr(WorkerSession, "call", note)
     run(lambda rank: kvps.create(kind, **options).close())
-    assert [one.opened.bundles for one in opened if isinstance(one, OpenStore)] == [bundles]
+    assert [item.opened.bundles for item in opened if isinstance(item, OpenStore)] == [bundles]
 
 
 BAD_CALLS = [
@@ -403,7 +403,7 @@ def test_a_push_that_needs_an_optimizer_is_refused_by_the_call_itself(kind):
         kv = kvps.create(kind, timeout=30)
         mode = "ssp" if "ssp" in kind else "async"
         says = rf"store 'store-0' of type dist_{mode} has no optimizer.*set_optimizer\(...\) before"
-        names, one = [3, "t"], torch.ones(40, 3)
+        names, item = [3, "t"], torch.ones(40, 3)
         kv.init(names, [torch.zeros(1), torch.zeros(40, 3)])
         for _ in range(2):
             with pytest.raises(kvps.ConfigError, match=says):
@@ -411,9 +411,9 @@ def test_a_push_that_needs_an_optimizer_is_refused_by_the_call_itself(kind):
             with pytest.raises(kvps.ConfigError, match=says):
                 kv.push("3", torch.ones(1), async_op=True).wait()
             with pytest.raises(kvps.ConfigError, match=says):
-                kv.push(names, [torch.ones(1), one])
+                kv.push(names, [torch.ones(1), item])
             with pytest.raises(kvps.ConfigError, match=says):
-                kv.push("t", ([1, 2], one[:2]))
+                kv.push("t", ([1, 2], item[:2]))
             with pytest.raises(kvps.ConfigError, match=says):
                 kv.pushpull(3, torch.ones(1))
         assert kv.version(names) == [0, 0]
@@ -425,7 +425,7 @@ def test_a_push_that_needs_an_optimizer_is_refused_by_the_call_itself(kind):
         assert kv.pull(3).item() == 0
         kv.barrier()  # the other has looked, too
         kv.push(3, torch.ones(1))
-        kv.push("t", ([1, 2], one[:2]))
+        kv.push("t", ([1, 2], item[:2]))
         kv.barrier()
         assert kv.pull(3).item() == 2
         assert table.pull(5)[0].item() == -2
@@ -442,7 +442,7 @@ def test_a_timeout_names_who_is_missing():
             kv.push("w", torch.ones(1))
             with pytest.raises(TimeoutError, match="rank 1"):
                 kv.pull("w", timeout=3.0)
-            assert [one.rank for one in kv.stragglers()] == [1]
+            assert [straggler.rank for straggler in kv.stragglers()] == [1]
             assert kv.stragglers()[0].key == "w"
             kv.barrier()
         else:
@@ -491,7 +491,7 @@ def test_a_store_without_a_cluster_starts_an_embedded_one(monkeypatch, caplog):
     assert (kv.rank, kv.num_workers) == (0, 1)
     kv.init("w", torch.zeros(2))
     assert kv.pushpull("w", torch.ones(2)).tolist() == [1, 1]
-    assert [one.message for one in caplog.records if "cluster of one" in one.message]
+    assert [record.message for record in caplog.records if "cluster of one" in record.message]
     kvps.shutdown()
     kvps.shutdown()
 
@@ -552,10 +552,10 @@ def test_outputs_may_share_memory_with_the_values_of_other_keys(name):
         kv = store(name)
         kv.init(["a", "b"], [torch.zeros(count)] * 2)
         for _ in range(3):
-            one, two = torch.full((count,), 1.0), torch.full((count,), 2.0)
-            kv.pushpull(["a", "b"], [one, two], out=[two, one])
+            number, two = torch.full((count,), 1.0), torch.full((count,), 2.0)
+            kv.pushpull(["a", "b"], [number, two], out=[two, number])
             assert two.eq(1).all(), "the sum of a"
-            assert one.eq(2).all(), "the sum of b"
+            assert number.eq(2).all(), "the sum of b"
             tied = torch.full((count,), 3.0)
             kv.pushpull(["a", "b"], [tied, tied], out=[tied, torch.empty(count)])
             assert kv.pull("b").eq(3).all()
@@ -574,9 +574,9 @@ def test_overlaps_are_looked_for_where_keys_of_a_chunk_travel_in_two_forms(monke
             {"type": "none", "min_bytes": 0, "rules": [{"pattern": "a*", "type": "fp16"}]}
         )
         kv.init(["a", "b"], [torch.zeros(4)] * 2)
-        one, two = torch.full((4,), 1.0), torch.full((4,), 2.0)
-        kv.pushpull(["a", "b"], [one, two], out=[two, one])
-        assert (two.tolist(), one.tolist()) == ([1] * 4, [2] * 4)
+        number, two = torch.full((4,), 1.0), torch.full((4,), 2.0)
+        kv.pushpull(["a", "b"], [number, two], out=[two, number])
+        assert (two.tolist(), number.tolist()) == ([1] * 4, [2] * 4)
 
     run(work)
     assert len(seen) == 1

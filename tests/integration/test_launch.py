@@ -332,7 +332,7 @@ def test_sigterm_with_checkpoints_writes_a_last_one_from_which_a_later_job_conti
     assert (again.wait(60.0), straight.wait(60.0)) == (0, 0), (again, straight)
     assert int(again.expect(r"begins at (\d+)")[1]) >= 10
     bits = [line.partition("bits")[2] for line in (again.out + straight.out).splitlines()]
-    assert len({one for one in bits if one}) == 1, (again, straight)
+    assert len({bit for bit in bits if bit}) == 1, (again, straight)
     processes.check_nothing_left()
 
 
@@ -498,4 +498,4 @@ def test_wrong_line_of_four_workers_is_printed_once(processes: Processes) -> Non
     assert 1 <= len(same) <= 3, launched
     assert len(own) == 1, launched
     assert own[0].startswith("kvps-launch: error: worker ")
-    assert len([one for one in told if not one.startswith("  ")]) == 3 + len(same), launched
+    assert len([effect for effect in told if not effect.startswith("  ")]) == 3 + len(same), launched

@@ -182,7 +182,9 @@ def test_async_applies_each_push_and_nobody_waits() -> None:
                 steps(model, optimizer, rank, STEPS)
             outer.stores[0].barrier()
             outer.pull()
-        return float(sum((one - two).norm() for one, two in zip(weights(model), weights(net()), strict=True)))
+        return float(
+            sum((item - two).norm() for item, two in zip(weights(model), weights(net()), strict=True))
+        )
 
     moved = run(work)
     assert moved[0] == moved[1] > 0
@@ -289,13 +291,13 @@ def test_dynamic_steps_follow_the_speed_of_a_worker(
                 found.append((outer.sync_every, outer.age if turn else 0))
         return found
 
-    zero, one = run(work)
-    assert one[1][0] == 4, "a third of 12"
+    zero, item = run(work)
+    assert item[1][0] == 4, "a third of 12"
     assert [steps for steps, _ in zero[:5]] == [12] * 5
-    assert one[-1][0] == 12
+    assert item[-1][0] == 12
     assert zero[-1][0] == 6, "rank 1 is the fastest now"
-    assert {age for _, age in [*zero, *one]} <= {0, 1, 2}
-    assert all(one[turn][0] == 4 for turn in range(1, 5))
+    assert {age for _, age in [*zero, *item]} <= {0, 1, 2}
+    assert all(item[turn][0] == 4 for turn in range(1, 5))
 
 
 # --- between steps -------------------------------------------------------------------------------------
@@ -318,8 +320,8 @@ def test_sync_and_pull_give_all_workers_the_same_weights() -> None:
             found.append(copy.deepcopy(model.state_dict()))
         return found
 
-    zero, one = run(work)
-    for ours, theirs in zip(zero, one, strict=True):
+    zero, item = run(work)
+    for ours, theirs in zip(zero, item, strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert not torch.equal(zero[0]["0.weight"], zero[1]["0.weight"])
     assert torch.equal(zero[1]["0.weight"], zero[2]["0.weight"]), "the last step is dropped"
@@ -344,12 +346,12 @@ def test_average_gives_all_workers_the_mean_and_leaves_the_servers_alone() -> No
                             param.copy_(weight)
         return [*found, weights(model)]
 
-    zero, one = run(work)
-    for (ours, mean), (theirs, same) in zip(zero[:2], one[:2], strict=True):
+    zero, item = run(work)
+    for (ours, mean), (theirs, same) in zip(zero[:2], item[:2], strict=True):
         assert all(torch.equal(*pair) for pair in zip(mean, same, strict=True)), "to the bit"
         middle = [(a + b) / 2 for a, b in zip(ours, theirs, strict=True)]
         torch.testing.assert_close(mean, middle, rtol=1e-4, atol=1e-5)
-    assert_like([zero[2], one[2]], reference(nesterov, 6))
+    assert_like([zero[2], item[2]], reference(nesterov, 6))
 
 
 @pytest.mark.parametrize("options", [{"mode": "async"}, {"quorum": 1, "grace": 0.0}])
@@ -364,10 +366,10 @@ def test_average_where_workers_began_from_different_weights(options: dict[str, A
             outer.average()
             return [*own, *weights(model)]
 
-    zero, one = run(work)
+    zero, item = run(work)
     half = len(zero) // 2
-    assert all(torch.equal(*pair) for pair in zip(zero[half:], one[half:], strict=True))
-    middle = [(a + b) / 2 for a, b in zip(zero[:half], one[:half], strict=True)]
+    assert all(torch.equal(*pair) for pair in zip(zero[half:], item[half:], strict=True))
+    middle = [(a + b) / 2 for a, b in zip(zero[:half], item[:half], strict=True)]
     torch.testing.assert_close(zero[half:], middle, rtol=1e-4, atol=1e-5)
 
 
@@ -394,8 +396,8 @@ def test_late_steps_are_dropped_merged_or_pushed_in_turns(late: str, shares: tup
     (first, merged), (second, same) = run(work)
     assert all(torch.equal(*pair) for pair in zip(merged, same, strict=True))
     wanted = [
-        weight - shares[0] * (weight - one) - shares[1] * (weight - two)
-        for weight, one, two in zip(weights(net()), first, second, strict=True)
+        weight - shares[0] * (weight - item) - shares[1] * (weight - two)
+        for weight, item, two in zip(weights(net()), first, second, strict=True)
     ]
     torch.testing.assert_close(merged, wanted)
 
@@ -503,9 +505,9 @@ def test_weights_that_are_not_finite_are_not_pushed() -> None:
             step(model, optimizer, rank, 2)
         return weights(model)
 
-    zero, one = run(work)
+    zero, item = run(work)
     assert all(weight.isfinite().all() for weight in zero)
-    assert all(torch.equal(*pair) for pair in zip(zero, one, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(zero, item, strict=True))
 
 
 POISONED = torch.randn(3 + 1, 12, 32, 6, generator=torch.Generator().manual_seed(5))

@@ -28,17 +28,17 @@ def test_every_line_of_a_launch_parses_and_names_its_process(processes: Processe
     launch = processes.kvps("launch", *flags, "--", sys.executable, script)
     assert launch.wait(120) == 0, launch
     shown = [*lines(launch.out), *lines(launch.err)]
-    assert all(one.keys() == {"time", "level", "role", "rank", "event", "fields"} for one in shown)
-    said = {(one["role"], one["rank"], one["event"]) for one in shown}
+    assert all(item.keys() == {"time", "level", "role", "rank", "event", "fields"} for item in shown)
+    said = {(item["role"], item["rank"], item["event"]) for item in shown}
     assert {("worker", 0, "loss 0.5"), ("worker", 1, "loss 0.5")} <= said
-    assert any(one["role"] == "launch" and "workers" in str(one["event"]) for one in shown)
-    joined = [one for one in shown if "worker 1 joined" in str(one["event"])]
-    assert [one["role"] for one in joined] == ["scheduler"]
+    assert any(item["role"] == "launch" and "workers" in str(item["event"]) for item in shown)
+    joined = [item for item in shown if "worker 1 joined" in str(item["event"])]
+    assert [item["role"] for item in joined] == ["scheduler"]
     fields = joined[0]["fields"]
     assert isinstance(fields, dict)
     assert fields["member"] == "worker 1"
-    ends = [one for one in shown if "server 0 ends" in str(one["event"])]
-    assert [(one["role"], one["rank"]) for one in ends] == [("server", 0)]
+    ends = [item for item in shown if "server 0 ends" in str(item["event"])]
+    assert [(end["role"], end["rank"]) for end in ends] == [("server", 0)]
 
 
 @pytest.mark.thorough
@@ -65,8 +65,8 @@ def test_a_complaint_is_json_too(processes: Processes) -> None:
 @pytest.mark.thorough
 def test_a_script_without_a_launcher_logs_json(processes: Processes) -> None:
     script = processes.script(TRAINS)
-    one = processes.python(script, KVPS_LOG_FORMAT="json", PYTHONWARNINGS="ignore")
-    assert one.wait(60) == 0, one
-    (said,) = lines(one.err)
+    process = processes.python(script, KVPS_LOG_FORMAT="json", PYTHONWARNINGS="ignore")
+    assert process.wait(60) == 0, process
+    (said,) = lines(process.err)
     assert (said["role"], said["level"]) == ("worker", "warning")
     assert "KVPS_SCHEDULER is not set" in str(said["event"])

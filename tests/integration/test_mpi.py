@@ -79,7 +79,7 @@ def test_ranks_follow_from_the_variables_alone(processes: Processes, launcher: s
         )
         for mine in (2, 0, 1)
     ]
-    assert [one.wait(60.0) for one in workers] == [0, 0, 0], workers
+    assert [worker.wait(60.0) for worker in workers] == [0, 0, 0], workers
 
 
 def test_kvps_rank_counts_before_the_variables_of_a_launcher(processes: Processes) -> None:
@@ -94,7 +94,7 @@ def test_kvps_rank_counts_before_the_variables_of_a_launcher(processes: Processe
         )
         for mine in range(3)
     ]
-    assert [one.wait(60.0) for one in workers] == [0, 0, 0], workers
+    assert [worker.wait(60.0) for worker in workers] == [0, 0, 0], workers
 
 
 def test_processes_of_mpi_without_a_scheduler_do_not_train_alone(processes: Processes) -> None:

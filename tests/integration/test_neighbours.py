@@ -120,7 +120,7 @@ class Job:
     def start(self, host: int, program: object, *flags: object, **env: str) -> Process:
         """Start a command of kvps, or a script, on a host."""
         argv = (self.processes.interpreter, BIN / str(program), *flags)
-        words = self.hosts.inside(host, [str(one) for one in argv])
+        words = self.hosts.inside(host, [str(argument) for argument in argv])
         return self.processes.start(f"host-{host}", *words, **env)
 
 
@@ -134,7 +134,7 @@ def test_the_model_crosses_the_link_of_a_host_once_each_way(job: Job) -> None:
     folder = job.processes.folder
 
     def everyone(stands: str) -> bool:
-        if any(one.popen.poll() for one in workers):
+        if any(worker.popen.poll() for worker in workers):
             raise AssertionError(f"a worker failed: {workers}")
         return all((folder / f"{stands}-{rank}").exists() for rank in range(WORKERS))
 
@@ -144,7 +144,7 @@ def test_the_model_crosses_the_link_of_a_host_once_each_way(job: Job) -> None:
     until(lambda: everyone("done"), "last round")
     after = job.hosts.counters()[0]
     (folder / "end").touch()
-    assert [one.wait() for one in workers] == [0] * WORKERS, workers
+    assert [worker.wait() for worker in workers] == [0] * WORKERS, workers
     for way in (0, 1):
         per_round = (after[way] - before[way]) / ROUNDS
         assert MODEL_BYTES <= per_round <= 1.2 * MODEL_BYTES
@@ -153,7 +153,7 @@ def test_the_model_crosses_the_link_of_a_host_once_each_way(job: Job) -> None:
 def test_the_others_go_on_when_a_leader_is_killed(job: Job) -> None:
     """Each of the three leads some chunks of each server."""
     workers = job.run(KILLED, POLICY="shrink", VICTIM="1")
-    assert [one.wait() for one in workers] == [0, -signal.SIGKILL, 0], workers
+    assert [worker.wait() for worker in workers] == [0, -signal.SIGKILL, 0], workers
     for rank in (0, 2):
         assert "all rounds were right" in workers[rank].out
     job.end()

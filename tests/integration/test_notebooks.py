@@ -23,12 +23,12 @@ def cells(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_has_the_code_of_its_script_and_no_outputs(path: Path) -> None:
     script = (FOLDER.parent / f"{path.stem}.py").read_text(encoding="utf-8")
-    code = [one for one in cells(path) if one["cell_type"] == "code"]
+    code = [cell for cell in cells(path) if cell["cell_type"] == "code"]
     assert len(code) >= 3
-    for one in code:
-        compile("".join(one["source"]), str(path), "exec")
-        assert (one["outputs"], one["execution_count"]) == ([], None)
-    texts = ["".join(one["source"]) for one in code]
+    for item in code:
+        compile("".join(item["source"]), str(path), "exec")
+        assert (item["outputs"], item["execution_count"]) == ([], None)
+    texts = ["".join(item["source"]) for item in code]
     at = script.index("from __future__")
     for text in texts:
         if text in script:  # in the order of the script; the others are of the notebook
@@ -41,7 +41,7 @@ def test_a_notebook_has_the_code_of_its_script_and_no_outputs(path: Path) -> Non
 
 def test_notebooks_exist_and_their_cells_differ() -> None:
     assert len(NOTEBOOKS) == 8
-    ids = [one["id"] for path in NOTEBOOKS for one in cells(path)]
+    ids = [cell["id"] for path in NOTEBOOKS for cell in cells(path)]
     assert len(ids) == len(set(ids))
 
 
@@ -71,7 +71,7 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     nbclient.NotebookClient(
         notebook, timeout=300, kernel_name="kvps", resources={"metadata": {"path": str(here)}}
     ).execute()
-    outputs = [out for one in notebook.cells if one.cell_type == "code" for out in one.outputs]
+    outputs = [out for cell in notebook.cells if cell.cell_type == "code" for out in cell.outputs]
     assert any(out.output_type in ("stream", "display_data") for out in outputs), outputs
-    has_picture = any("Image(" in one.source for one in notebook.cells)
+    has_picture = any("Image(" in cell.source for cell in notebook.cells)
     assert any("image/png" in out.get("data", {}) for out in outputs) is has_picture

@@ -80,7 +80,7 @@ def test_workers_give_the_weights_of_one_process(
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-        return [one.clone() for one in model.state_dict().values()]
+        return [tensor.clone() for tensor in model.state_dict().values()]
 
     assert_all(run(workers, work), alone(name))
 
@@ -508,7 +508,7 @@ def test_modules_wait_for_what_they_read(on_store: bool) -> None:
             optimizer.zero_grad()
             model(ids[rows]).square().mean().backward()
             optimizer.step()
-        return [one.clone() for one in model.state_dict().values()]
+        return [tensor.clone() for tensor in model.state_dict().values()]
 
     def work(rank: int) -> Weights:
         model = Odd()
@@ -574,7 +574,7 @@ def test_an_overlapped_step_returns_before_the_others_have_pushed() -> None:
             optimizer.step()
             if step == 2 and rank == 0:
                 stepped.set()
-        return [one.clone() for one in model.state_dict().values()]
+        return [tensor.clone() for tensor in model.state_dict().values()]
 
     results = run(2, work)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -29,8 +29,8 @@ def model(seed: int = 0) -> torch.nn.Module:
 @pytest.fixture(params=["auto", "tcp"])
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[kvps.LocalCluster]:
     monkeypatch.setenv("KVPS_TRANSPORT", request.param)
-    with kvps.LocalCluster(workers=2, servers=2) as one:
-        yield one
+    with kvps.LocalCluster(workers=2, servers=2) as local_cluster:
+        yield local_cluster
 
 
 def test_weights_on_the_servers_are_published_and_read(cluster: kvps.LocalCluster) -> None:
@@ -205,9 +205,9 @@ def test_reader_that_outlives_a_job_reads_the_next_ones_bits(monkeypatch: pytest
                 kv.publish("policy", list(state))
 
     versions = 2
-    with kvps.LocalCluster() as one:
-        policy = kvps.subscribe("policy", one.scheduler)
-        one.run(train)
+    with kvps.LocalCluster() as local_cluster:
+        policy = kvps.subscribe("policy", local_cluster.scheduler)
+        local_cluster.run(train)
         assert policy.wait(timeout=LIMIT_S) == policy.fetch() == 2
     versions = 3
     with kvps.LocalCluster() as two, policy:

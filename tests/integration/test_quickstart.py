@@ -124,8 +124,8 @@ def terminals(processes: Processes, tmp_path: Path) -> Iterator[dict[str, Termin
     env.pop("PYTHONUNBUFFERED")
     made = {name: Terminal(folder, env) for name in ("first", "second")}
     yield made
-    for one in made.values():
-        one.close()
+    for item in made.values():
+        item.close()
 
 
 def follow(terminals: dict[str, Terminal], pause_s: float, until_block: str = "") -> str:

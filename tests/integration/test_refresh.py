@@ -198,7 +198,7 @@ def test_a_trainer_pulls_the_rows_that_were_updated(kind: str, asked: list[Any])
             trainer.step(8)
         trainer._kv.barrier()
         trainer._model.pull()
-        return {name: one.detach().clone() for name, one in model.named_parameters()}
+        return {name: item.detach().clone() for name, item in model.named_parameters()}
 
     first, second = run(work, workers=2)
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -222,7 +222,7 @@ def alone() -> dict[str, torch.Tensor]:
         loss = model.loss(0, step) + model.loss(1, step)
         (loss / 8).backward()
         sgd.step()
-    return {name: one.detach() for name, one in model.named_parameters()}
+    return {name: item.detach() for name, item in model.named_parameters()}
 
 
 def assert_trained(found: list[dict[str, torch.Tensor]]) -> None:
@@ -262,7 +262,7 @@ def test_sparse_gradients_of_an_optimizer_travel_as_rows(options: dict[str, Any]
         model.eval()
         if "overlap_forward" in options:
             model.loss(rank, 5)  # makes the updates that were put off
-        return {name: one.detach().clone() for name, one in model.named_parameters()}
+        return {name: item.detach().clone() for name, item in model.named_parameters()}
 
     assert_trained(run(work, workers=2))
     assert len(asked) == 2 * 2 * 4
@@ -309,7 +309,7 @@ def test_a_trainer_that_updates_here_sums_rows(asked: list[Any]) -> None:
             assert gradient.is_sparse
             assert gradient._indices().shape[1] <= 24, "rows that both have used, and no others"
             trainer.update(8)
-        return {name: one.detach().clone() for name, one in model.named_parameters()}
+        return {name: item.detach().clone() for name, item in model.named_parameters()}
 
     assert_trained(run(work, workers=2))
     assert asked

@@ -120,7 +120,7 @@ def test_secrets_are_in_no_command_line(processes: Processes, engine: Engine) ->
             words_there = path.read_bytes() + path.with_name("environ").read_bytes()
         except OSError:
             continue
-        assert not [one for one in secrets if one.encode() in words_there], path
+        assert not [secret for secret in secrets if secret.encode() in words_there], path
     launch.signal(signal.SIGTERM)
     launch.wait(30.0)
     gone(processes)

@@ -43,7 +43,7 @@ def launched(
 
 def weights_of(job: Process) -> list[list[float]]:
     found = re.findall(r"weights \[(.*)\]", job.out)
-    return [[float(one) for one in line.split(",")] for line in found]
+    return [[float(item) for item in line.split(",")] for line in found]
 
 
 @pytest.mark.parametrize(

@@ -93,9 +93,9 @@ def test_dense_keys_and_rows_in_one_call():
         return found, again, out
 
     for found, again, out in run(work):
-        for one in (found, again):
-            torch.testing.assert_close(one[0], summed(([1], 2 * torch.ones(1, WIDTH))))
-            assert one[1].tolist() == [2.0] * 5
+        for item in (found, again):
+            torch.testing.assert_close(item[0], summed(([1], 2 * torch.ones(1, WIDTH))))
+            assert item[1].tolist() == [2.0] * 5
         assert out.sum() == 2 * WIDTH
 
 
@@ -126,7 +126,7 @@ def test_only_rows_that_were_pushed_are_updated(kind, rule):
 
     weights, updater = table(), create(resolve(rule, RULES[rule]))
     state = updater.new_state(weights.view(-1))
-    state = {name: one.view(COUNT, WIDTH) for name, one in state.items()}
+    state = {name: item.view(COUNT, WIDTH) for name, item in state.items()}
     for number, pushes in enumerate(steps, start=1):
         ids = torch.cat([ids for ids, _ in pushes]).unique()
         terms = Terms(number, *updater.hyper.for_key("t"))
@@ -173,15 +173,15 @@ def test_mistakes_are_named_and_change_nothing(kind):
     def work(rank):
         kv = store(kind)
         kv.init(["t", "v"], [table(), torch.zeros(3)])
-        one = torch.ones(1, WIDTH)
+        item = torch.ones(1, WIDTH)
         for wrong, says in [
-            (([COUNT], one), "has rows 0 to 39; row_ids go from 40 to 40"),
-            (([-1], one), "row_ids go from -1 to -1"),
-            (([1, 2], one), r"2 of its rows are float32\[2,12\], got float32\[1,12\]"),
-            (([1], one.double()), r"1 of its rows are float32\[1,12\], got float64"),
-            ((torch.tensor([1.0]), one), "row_ids must be whole numbers"),
-            (coo([1], one, count=COUNT + 1), "cannot push a sparse"),
-            (coo([1], one.double()), "cannot push a sparse"),
+            (([COUNT], item), "has rows 0 to 39; row_ids go from 40 to 40"),
+            (([-1], item), "row_ids go from -1 to -1"),
+            (([1, 2], item), r"2 of its rows are float32\[2,12\], got float32\[1,12\]"),
+            (([1], item.double()), r"1 of its rows are float32\[1,12\], got float64"),
+            ((torch.tensor([1.0]), item), "row_ids must be whole numbers"),
+            (coo([1], item, count=COUNT + 1), "cannot push a sparse"),
+            (coo([1], item.double()), "cannot push a sparse"),
         ]:
             with pytest.raises(Mismatch, match=says):
                 kv.push("t", wrong)
@@ -198,7 +198,7 @@ def test_mistakes_are_named_and_change_nothing(kind):
         with pytest.raises(ConfigError, match="2 keys need a list of as many row_ids"):
             kv.row_sparse_pull(["t", "v"], row_ids=[1])
         with pytest.raises(ConfigError, match="2 keys need as many values"):
-            kv.push(["t", "v"], [([1], one)])
+            kv.push(["t", "v"], [([1], item)])
         with pytest.raises(Mismatch, match="the output must have that shape, or be"):
             kv.row_sparse_pull("t", out=torch.zeros(3, WIDTH), row_ids=[1])
         with pytest.raises(Mismatch, match="an output is a tensor or an array, got int"):
@@ -206,7 +206,7 @@ def test_mistakes_are_named_and_change_nothing(kind):
         with pytest.raises(KeyNotFound, match="was never initialised"):
             kv.row_sparse_pull("nobody", row_ids=[1])
         with pytest.raises(KeyNotFound, match="was never initialised"):
-            kv.push("nobody", coo([1], one))
+            kv.push("nobody", coo([1], item))
         assert torch.equal(kv.pull("t"), table())
         assert kv.version("t") == 0
 

@@ -55,7 +55,7 @@ OTHERS = {
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
 
 
 def trainer(model: torch.nn.Module, **options: Any) -> Any:

@@ -66,10 +66,10 @@ def test_scheduler_exits_with_0_if_every_worker_left(processes: Processes) -> No
     worker = cluster.worker(sys.executable, script)
     processes.may_fork = False  # kvps-launch starts all others anew in test_launch.py: test_all_of_it_in_one
     workers = [worker, cluster.plain(script)]
-    assert [one.wait() for one in (*workers, server, cluster.process)] == [0, 0, 0, 0]
-    assert all("sum [3.0, 3.0, 3.0, 3.0]" in one.out for one in workers)
+    assert [item.wait() for item in (*workers, server, cluster.process)] == [0, 0, 0, 0]
+    assert all("sum [3.0, 3.0, 3.0, 3.0]" in item.out for item in workers)
     assert server.err == ""
-    assert all(one.err == "" for one in workers)
+    assert all(item.err == "" for item in workers)
 
 
 LAST = """
@@ -114,8 +114,8 @@ def test_lost_worker_without_a_waiter_ends_the_job_after_the_limit(
     server = cluster.server()
     script = processes.script(LAST)
     workers = [cluster.plain(script, KVPS_RANK=str(rank)) for rank in range(2)]
-    assert [one.wait(90.0) for one in workers] == [0, 3]
-    assert [one.wait(limit_s + 30.0) for one in (scheduler, server)] == [1, 1]
+    assert [worker.wait(90.0) for worker in workers] == [0, 3]
+    assert [item.wait(limit_s + 30.0) for item in (scheduler, server)] == [1, 1]
     assert scheduler.err.count("s for a replacement, then the job ends: worker 1 is lost") == 1
 
 
@@ -138,8 +138,8 @@ def test_keep_alive_runs_one_job_after_another(processes: Processes) -> None:
     script = processes.script(SUM)
     for _ in range(2):
         workers = [cluster.worker(sys.executable, script), cluster.plain(script)]
-        assert [one.wait() for one in workers] == [0, 0]
-        assert all("sum [3.0, 3.0, 3.0, 3.0]" in one.out for one in workers)
+        assert [worker.wait() for worker in workers] == [0, 0]
+        assert all("sum [3.0, 3.0, 3.0, 3.0]" in worker.out for worker in workers)
     assert server.popen.poll() is None
     assert cluster.process.popen.poll() is None
     cluster.process.signal(signal.SIGTERM)
@@ -158,4 +158,4 @@ def test_a_restart_before_the_job_has_formed(processes: Processes, tmp_path: Pat
         "scheduler", "--workers", 1, "--servers", 1, "--bind", cluster.endpoint, "--state", state
     )
     worker = cluster.worker(sys.executable, processes.script(SUM))
-    assert [one.wait() for one in (worker, server, again)] == [0, 0, 0]
+    assert [item.wait() for item in (worker, server, again)] == [0, 0, 0]

@@ -22,7 +22,7 @@ def finish(cluster: Cluster, *servers: Process) -> Process:
     """Run one worker to its end, and with it the job."""
     worker = cluster.worker(sys.executable, cluster.processes.script(SUM))
     assert worker.wait() == 0, worker
-    assert [one.wait() for one in (*servers, cluster.process)] == [0] * (len(servers) + 1)
+    assert [item.wait() for item in (*servers, cluster.process)] == [0] * (len(servers) + 1)
     return worker
 
 
@@ -106,7 +106,7 @@ def test_the_memory_limit_is_kept(processes: Processes) -> None:
         "sums of open rounds 238 KiB + optimizer state 477 KiB = 1.16 MiB, and the limit of this server is 1 MiB"
     ) in worker.out
     assert "1000.0" in worker.out
-    assert [one.wait() for one in (server, cluster.process)] == [0, 0]
+    assert [item.wait() for item in (server, cluster.process)] == [0, 0]
 
 
 def test_a_plugin_brings_an_optimizer(processes: Processes) -> None:
@@ -130,7 +130,7 @@ def test_a_plugin_brings_an_optimizer(processes: Processes) -> None:
     worker = cluster.worker(sys.executable, script)
     assert worker.wait() == 0, worker
     assert "[0.75, 0.75]" in worker.out
-    assert [one.wait() for one in (server, cluster.process)] == [0, 0]
+    assert [item.wait() for item in (server, cluster.process)] == [0, 0]
 
 
 def test_a_server_that_is_stopped_leaves(processes: Processes) -> None:
@@ -184,6 +184,6 @@ def test_any_number_of_threads_gives_the_same_bits(processes: Processes) -> None
         cluster = processes.scheduler(2, 1)
         server = cluster.server("--threads", threads)
         workers = [cluster.plain(script) for _ in range(2)]
-        assert [one.wait() for one in (*workers, server, cluster.process)] == [0, 0, 0, 0]
-        bits |= {one.expect("bits [0-9a-f]{64}").group() for one in workers}
+        assert [item.wait() for item in (*workers, server, cluster.process)] == [0, 0, 0, 0]
+        bits |= {worker.expect("bits [0-9a-f]{64}").group() for worker in workers}
     assert len(bits) == 1

@@ -67,8 +67,8 @@ def test_rows_are_those_of_one_version_whatever_is_pushed(tmp_path: Path) -> Non
 
     with kvps.LocalCluster(workers=2, servers=2) as cluster:
         first, second = cluster.run(train)
-    for one, other in zip(first, second, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    for item, other in zip(first, second, strict=True):
+        assert all(torch.equal(item[name], other[name]) for name in item)
 
 
 CHECKPOINT = """

@@ -65,12 +65,12 @@ def assert_all(results: list[Weights], expected: Weights) -> None:
 
 
 def copied(model: torch.nn.Module) -> Weights:
-    return {name: one.clone() for name, one in model.state_dict().items()}
+    return {name: item.clone() for name, item in model.state_dict().items()}
 
 
 def train_alone(model: torch.nn.Module, make: Maker, passes: int = 1, steps: int = STEPS) -> Weights:
     """One process, on the whole batch of each step, under a scheduler."""
-    optimizer = make([one for one in model.parameters() if one.requires_grad])
+    optimizer = make([param for param in model.parameters() if param.requires_grad])
     scheduler = StepLR(optimizer, 2, 0.5)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -81,7 +81,7 @@ def train_alone(model: torch.nn.Module, make: Maker, passes: int = 1, steps: int
 
 
 def is_away(module: torch.nn.Module) -> bool:
-    return all(bool(one.isnan().all()) for one in module.parameters())
+    return all(bool(param.isnan().all()) for param in module.parameters())
 
 
 # --- any number of workers --------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_workers_give_the_weights_of_one_process(name: str, workers: int, how: s
             optimizer.zero_grad()
             loss_of(model, part(rank, workers)).backward()
             assert is_away(model), "all are freed behind backward"
-            assert all(one.grad is None for one in model.parameters())
+            assert all(param.grad is None for param in model.parameters())
             optimizer.step()
             scheduler.step()
         assert not optimizer.state
@@ -161,8 +161,8 @@ def test_a_model_on_the_meta_device(by: str) -> None:
 
     def fill(module: torch.nn.Module) -> None:
         with torch.no_grad():
-            for one in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-                one.fill_(2)
+            for item in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                item.fill_(2)
 
     def build() -> torch.nn.Sequential:
         return torch.nn.Sequential(
@@ -184,8 +184,8 @@ def test_a_model_on_the_meta_device(by: str) -> None:
         return begun, copied(model)
 
     (begun, ended), *others = run(2, work)
-    assert not any(one.is_meta for one in begun.values())
-    assert all(bool(one.isfinite().all()) for one in begun.values())
+    assert not any(item.is_meta for item in begun.values())
+    assert all(bool(item.isfinite().all()) for item in begun.values())
     if by == "init":
         assert bool((begun["3.weight"] == 2).all())
     else:
@@ -196,7 +196,7 @@ def test_a_model_on_the_meta_device(by: str) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     loss_of(model, slice(24)).backward()
     optimizer.step()
-    assert_all([ended, *(one for _, one in others)], copied(model))
+    assert_all([ended, *(item for _, item in others)], copied(model))
 
 
 def test_a_state_dict_is_that_of_the_module() -> None:
@@ -266,7 +266,7 @@ def test_a_return_of_the_servers_gives_up_the_step(
         before = copied(model)
         loss_of(model, slice(24)).backward()
         sharded.step()
-        is_same = all(torch.equal(one, before[name]) for name, one in copied(model).items())
+        is_same = all(torch.equal(item, before[name]) for name, item in copied(model).items())
         assert is_same == (step == 2), step
     assert not due
     assert caplog.text.count("the servers rolled back") == 1

@@ -79,12 +79,12 @@ def own(pid: int) -> int:
 def let_go(cluster: Cluster, *workers: Process) -> None:
     """Let the workers end, and with them the job."""
     (cluster.processes.folder / "go").touch()
-    assert [one.wait() for one in workers] == [0] * len(workers), workers
+    assert [worker.wait() for worker in workers] == [0] * len(workers), workers
     assert cluster.process.wait() == 0
 
 
 def warnings(*processes: Process) -> list[str]:
-    return [line for one in processes for line in one.err.splitlines() if FRAMES in line]
+    return [line for process in processes for line in process.err.splitlines() if FRAMES in line]
 
 
 def test_processes_of_one_host_map_each_other(processes: Processes) -> None:
@@ -92,17 +92,17 @@ def test_processes_of_one_host_map_each_other(processes: Processes) -> None:
     servers = [cluster.server(), cluster.server()]
     script = processes.script(ROUNDS)
     workers = [cluster.plain(script), cluster.plain(script)]
-    for one in workers:
-        one.expect(r"sum \[7.0\]")
-    mine = {one.pid: own(one.pid) for one in (*servers, *workers)}
+    for worker in workers:
+        worker.expect(r"sum \[7.0\]")
+    mine = {process.pid: own(process.pid) for process in (*servers, *workers)}
     assert len(set(mine.values())) == 4
     for ones, others in ((servers, workers), (workers, servers)):
-        for one in ones:
-            expected = {mine[one.pid]: "rw-s", **{mine[other.pid]: "r--s" for other in others}}
-            until(lambda pid=one.pid, these=expected: segments(pid) == these, f"mappings {expected}")
+        for worker in ones:
+            expected = {mine[worker.pid]: "rw-s", **{mine[other.pid]: "r--s" for other in others}}
+            until(lambda pid=worker.pid, these=expected: segments(pid) == these, f"mappings {expected}")
     assert warnings(*servers, *workers) == []
     let_go(cluster, *workers)
-    assert [one.wait() for one in servers] == [0, 0]
+    assert [server.wait() for server in servers] == [0, 0]
 
 
 @pytest.mark.spec("R84")
@@ -113,7 +113,7 @@ def test_no_payload_travels_between_those_who_share(monkeypatch: pytest.MonkeyPa
 
     def note(packet: Packet, *, checked: bool) -> list[bytes | memoryview]:
         kind = type(packet.message).__name__
-        travelled[kind] += sum(one.nbytes for one in packet.payload)
+        travelled[kind] += sum(frame.nbytes for frame in packet.payload)
         travelled[f"{kind} lent"] += len(packet.loans)
         return encode(packet, checked=checked)
 
@@ -143,8 +143,8 @@ def test_where_one_end_speaks_tcp_only_nobody_tries_to_share(processes: Processe
     server = cluster.server(KVPS_TRANSPORT="tcp")
     script = processes.script(ROUNDS)
     workers = [cluster.plain(script), cluster.plain(script, KVPS_TRANSPORT="tcp")]
-    for one in workers:
-        one.expect(r"sum \[7.0\]")
+    for worker in workers:
+        worker.expect(r"sum \[7.0\]")
     assert list(segments(workers[0].pid).values()) == ["rw-s"], "its own, which nobody reads"
     assert segments(server.pid) == segments(workers[1].pid) == {}
     let_go(cluster, *workers)
@@ -177,8 +177,8 @@ def test_another_user_gets_frames_and_one_warning(processes: Processes) -> None:
         cluster.plain(processes.script(ROUNDS, "own.py")),
         cluster.plain(processes.script(AS_NOBODY + ROUNDS, "other.py")),
     ]
-    for one in workers:
-        one.expect(r"sum \[7.0\]")
+    for worker in workers:
+        worker.expect(r"sum \[7.0\]")
     until(lambda: own(server.pid) in segments(workers[0].pid), "mapping by the worker")
     both = {own(server.pid), own(workers[0].pid)}
     until(lambda: set(segments(server.pid)) == both, "mapping by the server")
@@ -242,16 +242,16 @@ def test_a_kill_leaves_no_memory_behind(processes: Processes) -> None:
     server = cluster.server()
     script = processes.script(ROUNDS)
     workers = [cluster.plain(script), cluster.plain(script)]
-    for one in workers:
-        one.expect(r"sum \[7.0\]")
-    inodes = {own(one.pid) for one in (server, *workers)}
+    for worker in workers:
+        worker.expect(r"sum \[7.0\]")
+    inodes = {own(process.pid) for process in (server, *workers)}
     first = own(workers[0].pid)
     workers[0].signal(signal.SIGKILL)
     until(lambda: first not in segments(server.pid), "end of the mapping", SWEEP_EVERY_S + 10)
     assert own(workers[1].pid) in segments(server.pid)
-    for one in (server, workers[1], cluster.process):
-        one.signal(signal.SIGKILL)
-        one.wait()
+    for worker in (server, workers[1], cluster.process):
+        worker.signal(signal.SIGKILL)
+        worker.wait()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:

@@ -101,7 +101,7 @@ class Links(HTMLParser):
 def pages_of(site: Path) -> list[str]:
     """Return the pages that are written by hand, and not the generated source and indices."""
     found = [path.relative_to(site).as_posix() for path in site.rglob("*.html")]
-    return sorted(one for one in found if not one.startswith("_modules"))
+    return sorted(item for item in found if not item.startswith("_modules"))
 
 
 def test_every_link_leads_somewhere(site: Path) -> None:
@@ -140,9 +140,9 @@ def test_pages_load_quietly_and_fit_a_phone(site: Path, address: str, browser: B
     for page in pages_of(site):
         browser.open(f"{address}/{page}")
         faults += [f"{page}: {line}" for line in browser.console()]
-        abroad = [one for one in browser.requests() if not one.startswith((address, "data:"))]
-        faults += [f"{page} asks {one}" for one in abroad]
-        faults += [f"{page}: {one}" for one in browser.run(WIDER)]
+        abroad = [request for request in browser.requests() if not request.startswith((address, "data:"))]
+        faults += [f"{page} asks {item}" for item in abroad]
+        faults += [f"{page}: {item}" for item in browser.run(WIDER)]
     assert not faults
 
 
@@ -160,7 +160,7 @@ def test_pages_fit_larger_screens(site: Path, address: str, browser: Browser, si
     faults = []
     for page in ("index.html", "quickstart.html", "concepts/consistency.html", "stores.html"):
         browser.open(f"{address}/{page}")
-        faults += [f"{page}: {one}" for one in browser.run(WIDER)]
+        faults += [f"{page}: {item}" for item in browser.run(WIDER)]
     assert not faults
 
 
@@ -172,9 +172,9 @@ def test_search_finds(address: str, browser: Browser, word: str, page: str) -> N
         "const found = [...document.querySelectorAll('#search-results li a')].map(one => one.href);"
         f"return found.some(one => one.includes('/{page}.html')) && found"
     )
-    assert any(f"{page}.html" in one for one in hrefs)
+    assert any(f"{page}.html" in href for href in hrefs)
     assert not browser.console()
-    assert not [one for one in browser.requests() if not one.startswith((address, "data:"))]
+    assert not [request for request in browser.requests() if not request.startswith((address, "data:"))]
 
 
 def test_diagrams_follow_the_button_of_the_theme(address: str, browser: Browser) -> None:

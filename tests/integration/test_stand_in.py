@@ -47,54 +47,54 @@ def started(processes: Processes) -> Iterator[list[Started]]:
     assert processes.python("-c", "").wait() == 0
     all_: list[Started] = []
     yield all_
-    for one in all_:
-        one.end()
+    for item in all_:
+        item.end()
 
 
 def test_the_fork_has_all_that_the_stand_in_has(processes: Processes, started: list[Started]) -> None:
     code = f"{IS_FORKED}; import os; print(sys.argv[1:], os.environ['A'], os.getcwd(), input(), flush=True); os._exit(7)"
-    one = Started(processes, "-c", code, "x", "y z", A="a")
-    started.append(one)
-    out, _ = one.popen.communicate("typed\n", timeout=30.0)
+    item = Started(processes, "-c", code, "x", "y z", A="a")
+    started.append(item)
+    out, _ = item.popen.communicate("typed\n", timeout=30.0)
     assert out == f"True\n['x', 'y z'] a {processes.folder} typed\n"
-    assert one.popen.returncode == 7
+    assert item.popen.returncode == 7
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_stand_in_ends_as_the_fork_does(
     processes: Processes, started: list[Started], number: signal.Signals
 ) -> None:
-    one = Started(processes, "-c", f"import os; os.kill(os.getpid(), {int(number)})")
-    started.append(one)
-    assert one.popen.wait(30.0) == -number
+    item = Started(processes, "-c", f"import os; os.kill(os.getpid(), {int(number)})")
+    started.append(item)
+    assert item.popen.wait(30.0) == -number
 
 
 def test_signals_reach_the_fork(processes: Processes, started: list[Started]) -> None:
     code = "import signal, sys; signal.signal(15, lambda *_: sys.exit(5)); print('ready', flush=True)"
-    one = Started(processes, "-c", f"{code}; signal.pause()")
-    started.append(one)
-    assert one.line() == "ready"
-    one.popen.send_signal(signal.SIGTERM)
-    assert one.popen.wait(30.0) == 5
+    item = Started(processes, "-c", f"{code}; signal.pause()")
+    started.append(item)
+    assert item.line() == "ready"
+    item.popen.send_signal(signal.SIGTERM)
+    assert item.popen.wait(30.0) == 5
 
 
 def test_the_fork_does_not_outlive_it(processes: Processes, started: list[Started]) -> None:
-    one = Started(processes, "-c", "import os, signal; print(os.getpid(), flush=True); signal.pause()")
-    started.append(one)
-    pid = int(one.line())
+    item = Started(processes, "-c", "import os, signal; print(os.getpid(), flush=True); signal.pause()")
+    started.append(item)
+    pid = int(item.line())
     assert pid in processes.running()
-    assert pid != one.popen.pid
-    one.popen.kill()
+    assert pid != item.popen.pid
+    item.popen.kill()
     until(lambda: pid not in processes.running(), "end of the fork")
 
 
 def test_options_that_a_fork_cannot_follow_start_an_interpreter(
     processes: Processes, started: list[Started]
 ) -> None:
-    one = Started(processes, "-c", IS_FORKED, PYTHONHASHSEED="1")
-    started.append(one)
-    assert one.line() == "False"
-    assert one.popen.wait(30.0) == 0
+    item = Started(processes, "-c", IS_FORKED, PYTHONHASHSEED="1")
+    started.append(item)
+    assert item.line() == "False"
+    assert item.popen.wait(30.0) == 0
 
 
 @pytest.mark.usefixtures("started")
@@ -105,10 +105,13 @@ def test_client_that_ends_with_its_answer_unread_harms_no_other(processes: Proce
         "cwd": str(processes.folder),
         "tests": None,
     }
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one, open(os.devnull, "r+b") as nothing:
-        one.connect(forkserver.fork_server().address)
-        socket.send_fds(one, [json.dumps(request).encode()], [nothing.fileno()] * 3)
-        assert select.select([one], [], [], 30.0)[0], "an answer"
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+        open(os.devnull, "r+b") as nothing,
+    ):
+        connection.connect(forkserver.fork_server().address)
+        socket.send_fds(connection, [json.dumps(request).encode()], [nothing.fileno()] * 3)
+        assert select.select([connection], [], [], 30.0)[0], "an answer"
     assert processes.python("-c", "").wait() == 0
 
 

@@ -25,8 +25,8 @@ def launched(processes: Processes, *cases: str) -> dict[str, Process]:
     """Run jobs side by side: they do little but wait."""
     flags = ("-n", 2, "-s", 2, "--max-restarts", 1, "--", sys.executable, WORKER)
     running = {case: processes.kvps("launch", *flags, case) for case in cases}
-    for one in running.values():
-        assert one.wait(LIMIT_S) == 0, one
+    for item in running.values():
+        assert item.wait(LIMIT_S) == 0, item
     return running
 
 

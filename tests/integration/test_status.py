@@ -29,8 +29,8 @@ def test_members_and_rounds_that_wait_are_shown(processes: Processes) -> None:
     server = cluster.server()
     script = processes.script(WAITS)
     workers = [cluster.worker(sys.executable, script, flags=["--rank", rank]) for rank in (0, 1)]
-    for one in workers:
-        one.expect("ready")
+    for worker in workers:
+        worker.expect("ready")
     processes.may_fork = False  # the command is as its users start it
 
     def seen() -> dict[str, list[dict[str, object]]]:
@@ -43,10 +43,10 @@ def test_members_and_rounds_that_wait_are_shown(processes: Processes) -> None:
     (waits,) = shown["rounds"]
     assert (waits["store"], waits["key"], waits["number"]) == ("ours", "w", 0)
     assert (waits["server"], waits["missing"]) == (0, [1])
-    names = [(one["role"], one["rank"], one["state"]) for one in shown["members"]]
+    names = [(item["role"], item["rank"], item["state"]) for item in shown["members"]]
     assert names == [("worker", 0, "held"), ("worker", 1, "held"), ("server", 0, "held")]
-    assert {one["pid"] for one in shown["members"]} == {*(one.pid for one in workers), server.pid}
-    assert all(isinstance(one["incarnation"], int) and one["incarnation"] for one in shown["members"])
+    assert {item["pid"] for item in shown["members"]} == {*(worker.pid for worker in workers), server.pid}
+    assert all(isinstance(item["incarnation"], int) and item["incarnation"] for item in shown["members"])
 
     def screen() -> dict[str, str]:
         """Return the lines, once the worker's next beat has said where it waits."""
@@ -63,7 +63,7 @@ def test_members_and_rounds_that_wait_are_shown(processes: Processes) -> None:
     assert re.fullmatch(r"ours +w +0 +\d+ s +rank 1 \(alive.*\)", lines["ours"])
 
     (processes.folder / "go").touch()
-    assert [one.wait() for one in (*workers, server, cluster.process)] == [0, 0, 0, 0]
+    assert [item.wait() for item in (*workers, server, cluster.process)] == [0, 0, 0, 0]
 
 
 def test_a_job_that_forms_says_who_is_missing(processes: Processes) -> None:

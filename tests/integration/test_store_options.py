@@ -55,8 +55,8 @@ def join(options: dict[str, Any]) -> None:
 def trainer(optimizer: Any) -> Callable[[dict[str, Any]], None]:
     def work(options: dict[str, Any]) -> None:
         model = net()
-        one = optimizer(model.parameters()) if callable(optimizer) else optimizer
-        kvps.Trainer(model, one, **{"kvstore": "dist_sync", **options}, update_on_kvstore=False).join()
+        item = optimizer(model.parameters()) if callable(optimizer) else optimizer
+        kvps.Trainer(model, item, **{"kvstore": "dist_sync", **options}, update_on_kvstore=False).join()
 
     return work
 

@@ -46,7 +46,7 @@ class Job:
         (self.folder / "go-0").touch()
         self.worker.expect("round 1", 120.0)
         seen = look(self.cluster.endpoint)
-        self.seats = {(one.role, one.rank): one for one in seen.members}
+        self.seats = {(member.role, member.rank): member for member in seen.members}
         self.endpoint = self.server.expect(r"at (tcp://[\d.]+:\d+)").group(1)
         self.name = bytes.fromhex(self.worker.expect(r"job (\w{32})").group(1))
 
@@ -56,8 +56,8 @@ class Job:
 
     def check(self) -> None:
         """Assert that the scheduler and the server live and answer."""
-        for one in (self.cluster.process, self.server):
-            assert one.popen.poll() is None, one
+        for item in (self.cluster.process, self.server):
+            assert item.popen.poll() is None, item
         look(self.cluster.endpoint)
 
     def finish(self) -> None:
@@ -80,9 +80,9 @@ def look(endpoint: str) -> m.Seen:
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """Yield a job that strangers talk to; it has to end well."""
     for processes in made(tmp_path_factory.mktemp("job")):
-        one = Job(processes)
-        yield one
-        one.finish()
+        item = Job(processes)
+        yield item
+        item.finish()
 
 
 def old_packet(packet: Packet) -> bytes:
@@ -135,7 +135,7 @@ def test_stranger_without_the_jobs_name_speaks_for_no_member(job: Job, port: str
             assert isinstance(answer.message, m.Error | m.Left), answer  # of another job
             assert answer.envelope.job == bytes(16)
     job.check()
-    assert {one.state for one in look(job.cluster.endpoint).members} == {"held"}
+    assert {member.state for member in look(job.cluster.endpoint).members} == {"held"}
 
 
 @pytest.mark.spec("R203")
@@ -145,9 +145,9 @@ def test_a_message_without_an_end(job: Job, size: int, port: str) -> None:
     endpoint = job.cluster.endpoint if port == "scheduler" else job.endpoint
     process = job.cluster.process if port == "scheduler" else job.server
     before = resident_mib(process.pid)
-    one = frame(bytes(size), MORE)
+    item = frame(bytes(size), MORE)
     limit = (64 << 20) if size == 0 else (4 << 30)  # 2 GiB of memory, if nobody stops it
-    assert pour(endpoint, one * max(1, (1 << 16) // len(one)), limit) < limit
+    assert pour(endpoint, item * max(1, (1 << 16) // len(item)), limit) < limit
     assert highest_mib(process.pid) < before + 1000
     job.check()
 
@@ -169,11 +169,11 @@ COMMANDS = {
 @pytest.mark.parametrize("octets", COMMANDS.values(), ids=COMMANDS)
 def test_commands_behind_the_handshake(job: Job, octets: bytes, port: str) -> None:
     endpoint = job.cluster.endpoint if port == "scheduler" else job.endpoint
-    with closing(strangers.greeted(endpoint)) as one:
-        one.settimeout(0.2)
+    with closing(strangers.greeted(endpoint)) as item:
+        item.settimeout(0.2)
         with suppress(OSError):
-            one.sendall(octets)
-            answer = one.recv(1 << 20)
+            item.sendall(octets)
+            answer = item.recv(1 << 20)
             assert len(answer) <= 16 * 10_000
     job.check()
 
@@ -181,10 +181,10 @@ def test_commands_behind_the_handshake(job: Job, octets: bytes, port: str) -> No
 @pytest.mark.spec("R203")
 def test_a_message_of_very_many_frames(job: Job) -> None:
     for endpoint in (job.cluster.endpoint, job.endpoint):
-        with closing(strangers.greeted(endpoint)) as one:
-            one.sendall(frame(b"", MORE) * 500_000 + frame(b"", LAST))
+        with closing(strangers.greeted(endpoint)) as item:
+            item.sendall(frame(b"", MORE) * 500_000 + frame(b"", LAST))
             (head,) = wire.encode(Packet(nobody(), m.Look()))
-            one.sendall(frame(head))
+            item.sendall(frame(head))
         job.check()
 
 
@@ -197,10 +197,10 @@ def resident_mib(pid: int) -> int:
 def highest_mib(pid: int) -> int:
     """Return how much memory a process has had at most."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    (line,) = [one for one in lines if one.startswith("VmHWM:")]
+    (line,) = [item for item in lines if item.startswith("VmHWM:")]
     return int(line.split()[1]) >> 10
 
 
 def test_memory_comes_back(job: Job) -> None:
     for process in (job.cluster.process, job.server):
-        until(lambda one=process: resident_mib(one.pid) < 600, "memory that is given back")
+        until(lambda own=process: resident_mib(own.pid) < 600, "memory that is given back")

@@ -180,11 +180,11 @@ def test_a_descriptor_that_a_child_has_copied_keeps_no_stream(pair: Pair, end: s
 
 @pytest.mark.spec("R458")
 def test_a_descriptor_that_a_child_has_copied_keeps_no_stranger(pair: Pair) -> None:
-    with stranger(pair) as one:
+    with stranger(pair) as sock:
         pair.until(lambda: pair.server._strangers, "the stranger")
         copy = os.dup(next(iter(pair.server._strangers)))
-        one.send(bytes(PASS_BYTES))
-        pair.until(lambda: is_closed(one), "its end")
+        sock.send(bytes(PASS_BYTES))
+        pair.until(lambda: is_closed(sock), "its end")
         assert not pair.server._epoll.poll(0)
         os.close(copy)
 
@@ -243,8 +243,8 @@ def test_a_connection_that_cannot_be_watched_is_closed(pair: Pair) -> None:
             return getattr(self.inner, name)
 
     pair.server._epoll = Full()  # type: ignore[assignment]
-    with stranger(pair) as one:
-        pair.until(lambda: is_closed(one), "its end")
+    with stranger(pair) as sock:
+        pair.until(lambda: is_closed(sock), "its end")
     assert not pair.server._strangers
 
 
@@ -264,11 +264,11 @@ def test_of_unfinished_packets_the_largest_ends(pair: Pair) -> None:
 
 @pytest.mark.spec("R458")
 def test_an_event_of_an_earlier_connection_turns_nobody_away(pair: Pair) -> None:
-    with stranger(pair) as one:
+    with stranger(pair) as sock:
         pair.until(lambda: pair.server._strangers, "the stranger")
         pair.server._is_ready(next(iter(pair.server._strangers)))
         assert pair.server._strangers
-        assert not is_closed(one)
+        assert not is_closed(sock)
 
 
 @pytest.mark.spec("R457")
@@ -326,10 +326,10 @@ def test_a_thousand_strangers_stop_nobody(pair: Pair) -> None:
     said = [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(PASS_BYTES), os.urandom(100_000), b"\0"]
     strangers = []
     for number in range(1000):
-        one = stranger(pair)
-        one.setblocking(False)
-        one.send(said[number % len(said)])
-        strangers.append(one)
+        sock = stranger(pair)
+        sock.setblocking(False)
+        sock.send(said[number % len(said)])
+        strangers.append(sock)
         if number % 10 == 0:
             pair.poll()
     pair.ask(5)
@@ -339,8 +339,8 @@ def test_a_thousand_strangers_stop_nobody(pair: Pair) -> None:
     assert time.monotonic() < now + streams.STRANGER_S + 10
     assert pair.server.refused.connections["no_pass"] == 1000
     assert pair.is_up
-    for one in strangers:
-        one.close()
+    for sock in strangers:
+        sock.close()
 
 
 @pytest.mark.spec("R458")
@@ -458,7 +458,7 @@ def test_each_push_counts_once_while_streams_break(monkeypatch: pytest.MonkeyPat
     def harm() -> None:
         chance = random.Random(3)
         while not ended.wait(chance.uniform(0.001, 0.02)):
-            up = [stream for one in servers for stream in list(one._by_route.values())]
+            up = [stream for server in servers for stream in list(server._by_route.values())]
             if up:
                 counts["broken"] += 1
                 with suppress(OSError):

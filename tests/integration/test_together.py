@@ -104,10 +104,10 @@ WANTED = {
 def test_every_rank_is_told(processes: Processes, tmp_path: Path, workers: int) -> None:
     folder = tmp_path / "checkpoints"
     script = processes.script(SCRIPT)
-    one = processes.scheduler(workers, 2)
+    cluster = processes.scheduler(workers, 2)
     flags = ("--checkpoint-dir", folder, "--memory-limit", 3_000_000)
-    running = [one.process, *(one.server(*flags) for _ in range(2))]
-    started = [one.worker(sys.executable, script, tmp_path, TIMEOUT_S) for _ in range(workers)]
+    running = [cluster.process, *(cluster.server(*flags) for _ in range(2))]
+    started = [cluster.worker(sys.executable, script, tmp_path, TIMEOUT_S) for _ in range(workers)]
     for process in [*started, *running]:
         assert process.wait(120.0) == 0, process
     slowest: dict[str, float] = {}
@@ -115,7 +115,7 @@ def test_every_rank_is_told(processes: Processes, tmp_path: Path, workers: int) 
         told = [json.loads(line) for line in process.out.splitlines()]
         assert len(told) == 2 + 2 * (2 + 2 * 4) + 4
         for case, error, took in told:
-            (kind,) = [one for one in sorted(WANTED, key=len) if case.startswith(one)][-1:]
+            (kind,) = [item for item in sorted(WANTED, key=len) if case.startswith(item)][-1:]
             assert error.startswith(WANTED[kind]), (case, error)
             assert took < TOLD_S, (case, took)
             slowest[kind] = max(slowest.get(kind, 0.0), took)

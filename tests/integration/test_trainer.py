@@ -143,7 +143,7 @@ def test_workers_may_have_more_batches_than_others(kind: str) -> None:
     sgd = torch.optim.SGD(model.parameters(), **OPTIMIZERS["sgd"][0])
     for _ in range(2):
         for step in range(3):
-            sums = [torch.zeros_like(one) for one in model.parameters()]
+            sums = [torch.zeros_like(item) for item in model.parameters()]
             for rank in range(2):
                 if step < 2 + rank:
                     backward(model, slice(rank, rank + 4 + step))
@@ -230,9 +230,9 @@ def test_trainers_and_users_stores_do_not_collide() -> None:
         return weights(first), weights(second), kv.pushpull("0.weight", torch.ones(1)).item()
 
     results = run(2, work)
-    assert_all([one[0] for one in results], alone("sgd", [24] * STEPS))
-    assert_all([one[1] for one in results], alone("adam", [24] * STEPS, seed=3))
-    assert [one[2] for one in results] == [2.0, 2.0]
+    assert_all([result[0] for result in results], alone("sgd", [24] * STEPS))
+    assert_all([result[1] for result in results], alone("adam", [24] * STEPS, seed=3))
+    assert [result[2] for result in results] == [2.0, 2.0]
 
 
 def test_the_names_of_own_stores_are_reserved() -> None:

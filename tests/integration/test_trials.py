@@ -39,12 +39,12 @@ def model_of(seed: int) -> torch.nn.Module:
 def store(model: torch.nn.Module) -> Callable[[], None]:
     kv = kvps.create("dist_sync", name="trial")
     names = [name for name, _ in model.named_parameters()]
-    values = [one.detach() for one in model.parameters()]
+    values = [param.detach() for param in model.parameters()]
     kv.init(names, values)
     kv.set_optimizer("sgd", lr=0.1, momentum=0.9)
     assert kv.version(names) == [0] * len(names)
     for _ in range(3):
-        kv.pushpull(names, [torch.ones_like(one) for one in values], out=values)
+        kv.pushpull(names, [torch.ones_like(value) for value in values], out=values)
     kv.barrier()
     return kv.close
 
@@ -98,7 +98,7 @@ FRONT_ENDS = {
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([one.detach().flatten().clone() for one in model.parameters()])
+    return torch.cat([param.detach().flatten().clone() for param in model.parameters()])
 
 
 def sweep(train: Callable[[torch.nn.Module], Callable[[], None]], trials: int) -> None:
@@ -117,7 +117,7 @@ def sweep(train: Callable[[torch.nn.Module], Callable[[], None]], trials: int) -
             gc.collect()
             opened = descriptors()
     gc.collect()
-    assert not [one for one in alive if one() is not None], "models are kept"
+    assert not [item for item in alive if item() is not None], "models are kept"
     until(lambda: descriptors() <= opened, "end of the descriptors")
 
 

@@ -38,7 +38,7 @@ LIMIT_S = 90.0
 @pytest.fixture
 def machines(has_namespaces: None) -> Iterator[dict[str, str]]:
     """Machine -> its network namespace: A is 10.0.0.1, and B is 10.0.0.2."""
-    names = {one: f"kvps-{os.getpid()}-{one}" for one in "AB"}
+    names = {item: f"kvps-{os.getpid()}-{item}" for item in "AB"}
     a, b = names.values()
     commands = [
         f"ip netns add {a}",
@@ -77,9 +77,9 @@ def test_two_machines_train_as_the_page_says(processes: Processes, machines: dic
         words = ("ip", "netns", "exec", machines[name], "bash", "-c", script)
         started.append(processes.start(name, *words))
     assert len(started) == 2
-    for rank, one in enumerate(started):
-        assert one.wait(LIMIT_S) == 0, started
-        assert f"rank {rank} has 2.0" in one.out, started
-    pairs = re.findall(r"^ports (\d+) (\d+)$", "".join([one.out for one in started]), re.M)
+    for rank, item in enumerate(started):
+        assert item.wait(LIMIT_S) == 0, started
+        assert f"rank {rank} has 2.0" in item.out, started
+    pairs = re.findall(r"^ports (\d+) (\d+)$", "".join([process.out for process in started]), re.M)
     assert pairs
     assert all(PORTS & {int(near), int(far)} for near, far in pairs), pairs

@@ -66,15 +66,15 @@ def test_command_finds_its_seat_in_its_environment(processes: Processes) -> None
         )
         for rank in (1, 0)
     ]
-    assert [one.wait() for one in workers] == [0, 0]
-    seen = [dict(eval(one.out)) for one in reversed(workers)]
-    for rank, one in enumerate(seen):
-        assert one["KVPS_SCHEDULER"] == cluster.endpoint
-        assert one["KVPS_RANK"] == one["RANK"] == one["LOCAL_RANK"] == str(rank)
-        assert one["WORLD_SIZE"] == one["LOCAL_WORLD_SIZE"] == "2"
-        assert int(one["KVPS_INCARNATION"]) > 0
-        assert one["MASTER_ADDR"] == "127.0.0.1"
-        assert not [name for name in one if name.startswith("DMLC_")]
+    assert [worker.wait() for worker in workers] == [0, 0]
+    seen = [dict(eval(worker.out)) for worker in reversed(workers)]
+    for rank, item in enumerate(seen):
+        assert item["KVPS_SCHEDULER"] == cluster.endpoint
+        assert item["KVPS_RANK"] == item["RANK"] == item["LOCAL_RANK"] == str(rank)
+        assert item["WORLD_SIZE"] == item["LOCAL_WORLD_SIZE"] == "2"
+        assert int(item["KVPS_INCARNATION"]) > 0
+        assert item["MASTER_ADDR"] == "127.0.0.1"
+        assert not [name for name in item if name.startswith("DMLC_")]
     assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
     assert cluster.process.wait() == 0
 
@@ -85,9 +85,9 @@ def test_nobody_there_ends_with_75(processes: Processes) -> None:
     plain = processes.python(processes.script(SUM), KVPS_SCHEDULER=nowhere, KVPS_JOIN_TIMEOUT="0.5")
     assert worker.wait() == 75
     assert plain.wait() == 1
-    for one in (worker, plain):
-        assert nowhere in one.err
-        assert "0.5 s" in one.err
+    for item in (worker, plain):
+        assert nowhere in item.err
+        assert "0.5 s" in item.err
     assert "SchedulerLost" in plain.err
 
 
@@ -118,8 +118,8 @@ def test_too_many_workers_are_refused(processes: Processes) -> None:
     assert plain.wait() == 1
     assert "ConfigError: the job already has 2 workers" in plain.err
     server = cluster.server()
-    assert [one.wait() for one in (first, second, server, cluster.process)] == [0, 0, 0, 0]
-    assert all("sum [3.0, 3.0, 3.0, 3.0]" in one.out for one in (first, second))
+    assert [item.wait() for item in (first, second, server, cluster.process)] == [0, 0, 0, 0]
+    assert all("sum [3.0, 3.0, 3.0, 3.0]" in item.out for item in (first, second))
 
 
 def test_roles_may_start_in_any_order(processes: Processes) -> None:
@@ -131,7 +131,7 @@ def test_roles_may_start_in_any_order(processes: Processes) -> None:
     until(lambda: len(processes.running()) >= 3, "three processes")
     scheduler = processes.kvps("scheduler", "--workers", 2, "--servers", 1, "--bind", endpoint)
     every = (plain, worker, server, scheduler)
-    assert [one.wait() for one in every] == [0, 0, 0, 0]
+    assert [item.wait() for item in every] == [0, 0, 0, 0]
     assert "sum [3.0, 3.0, 3.0, 3.0]" in plain.out
     assert "sum [3.0, 3.0, 3.0, 3.0]" in worker.out
 
@@ -195,7 +195,7 @@ def test_a_signal_while_it_waits_for_others(processes: Processes) -> None:
     worker.signal(signal.SIGTERM)
     assert worker.wait() == 143
     both = [cluster.worker("true"), cluster.worker("true")]
-    assert [one.wait() for one in (*both, cluster.process)] == [0, 0, 0]
+    assert [item.wait() for item in (*both, cluster.process)] == [0, 0, 0]
 
 
 FAMILY = """
@@ -233,7 +233,7 @@ def test_a_command_may_go_on_after_it_left(processes: Processes, tmp_path: Path)
         "print('saved')\n"
     )
     worker = cluster.worker(sys.executable, script, tmp_path / "go")
-    assert [one.wait() for one in (server, cluster.process)] == [0, 0]
+    assert [item.wait() for item in (server, cluster.process)] == [0, 0]
     (tmp_path / "go").touch()
     assert worker.wait() == 0
     assert "saved" in worker.out
@@ -247,7 +247,7 @@ def test_command_may_run_several_processes_in_turn(processes: Processes) -> None
     worker = cluster.worker("sh", "-c", f"{python} {script} && {python} {script}")
     assert worker.wait() == 0, worker
     assert worker.out.count("sum") == 2
-    assert [one.wait() for one in (server, cluster.process)] == [0, 0]
+    assert [item.wait() for item in (server, cluster.process)] == [0, 0]
 
 
 def test_two_processes_of_one_command_at_a_time_are_refused(processes: Processes) -> None:
@@ -261,7 +261,7 @@ def test_two_processes_of_one_command_at_a_time_are_refused(processes: Processes
     worker = cluster.worker(sys.executable, script)
     assert worker.wait() == 0, worker
     assert "started twice" in worker.out
-    assert [one.wait() for one in (server, cluster.process)] == [0, 0]
+    assert [item.wait() for item in (server, cluster.process)] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -299,8 +299,8 @@ def test_large_pushes_still_leave_when_the_script_is_over(processes: Processes) 
         "for _ in range(6): kv.push('w', torch.randn(4_000_000), async_op=True)\n"
     )
     workers = [cluster.plain(script, KVPS_TRANSPORT="tcp") for _ in range(2)]
-    assert [one.wait(60.0) for one in (*workers, cluster.process)] == [0, 0, 0], workers
-    assert [one.err for one in workers] == ["", ""]
+    assert [item.wait(60.0) for item in (*workers, cluster.process)] == [0, 0, 0], workers
+    assert [worker.err for worker in workers] == ["", ""]
 
 
 def test_a_push_that_is_lost_at_the_end_fails_the_process(processes: Processes) -> None:
@@ -356,9 +356,9 @@ def test_hung_worker_is_named_and_is_not_lost(processes: Processes) -> None:
     finally:
         (processes.folder / "go").touch()
         os.kill(pid, signal.SIGCONT)
-    for one in workers:
-        assert one.wait() == 0, one
-        assert "sum [2.0, 2.0, 2.0, 2.0]" in one.out
+    for worker in workers:
+        assert worker.wait() == 0, worker
+        assert "sum [2.0, 2.0, 2.0, 2.0]" in worker.out
     assert [server.wait(), cluster.process.wait()] == [0, 0]
     assert "lost" not in cluster.process.err
 
@@ -395,14 +395,14 @@ def leaves_in_step_3(processes: Processes, workers: list[Process], pid: int) -> 
     workers[1].signal(signal.SIGTERM)
     until(lambda: not catches(pid, signal.SIGTERM), "SIGTERM in the command")
     (processes.folder / "go").touch()
-    assert [one.wait() for one in workers] == [0, 0], workers
+    assert [worker.wait() for worker in workers] == [0, 0], workers
     both, alone = [2.0, 2.0], [1.0, 1.0]
     for step in range(4):
-        assert all(f"step {step} {both}" in one.out for one in workers)
+        assert all(f"step {step} {both}" in worker.out for worker in workers)
     for step in (4, 5):
         assert f"step {step} {alone}" in workers[0].out
         assert f"step {step}" not in workers[1].out
-    assert all("end" in one.out for one in workers)
+    assert all("end" in worker.out for worker in workers)
 
 
 def test_sigterm_lets_a_command_leave_behind_its_round(processes: Processes) -> None:
@@ -414,7 +414,7 @@ def test_sigterm_lets_a_command_leave_behind_its_round(processes: Processes) -> 
     ]
     pid = int(workers[1].expect(r"pid (\d+)").group(1))
     leaves_in_step_3(processes, workers, pid)
-    assert [one.wait() for one in (*servers, cluster.process)] == [0, 0, 0]
+    assert [item.wait() for item in (*servers, cluster.process)] == [0, 0, 0]
 
 
 def test_sigterm_lets_a_plain_worker_leave_that_wants_it_so(processes: Processes) -> None:
@@ -423,7 +423,7 @@ def test_sigterm_lets_a_plain_worker_leave_that_wants_it_so(processes: Processes
     script = processes.script("import kvps; kvps.leave_at_sigterm()\n" + STEPS)
     workers = [cluster.plain(script, KVPS_RANK=str(rank)) for rank in (0, 1)]
     leaves_in_step_3(processes, workers, workers[1].pid)
-    assert [one.wait() for one in (server, cluster.process)] == [0, 0]
+    assert [item.wait() for item in (server, cluster.process)] == [0, 0]
 
 
 def test_a_grace_must_be_a_time(processes: Processes) -> None:

@@ -45,7 +45,7 @@ def lies_in(tensor: torch.Tensor, how: str) -> bool:
     """Whether a tensor lies in a segment that is mapped ``how`` (``rw-s``, ``r--s``)."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, mode = line.split()[:2]
-        first, last = (int(one, 16) for one in place.split("-"))
+        first, last = (int(item, 16) for item in place.split("-"))
         if "/memfd:kvps" in line and mode == how and first <= tensor.data_ptr() < last:
             return True
     return False
@@ -73,14 +73,14 @@ def test_copying_or_not_gives_the_same(kind, dtype, servers, transport, monkeypa
     def work(rank):
         copies, lends = stores()
         mine = lends.empty_like(NAMES)
-        assert [(one.dtype, one.shape) for one in mine] == [
-            (one.dtype, one.shape) for one in values(0, dtype)
+        assert [(array.dtype, array.shape) for array in mine] == [
+            (array.dtype, array.shape) for array in values(0, dtype)
         ]
         assert lies_in(mine[0], "rw-s") is (transport == "auto")
         for turn in range(3):
             given = values(10 * turn + rank, dtype)
-            for one, value in zip(mine, given, strict=True):
-                one.copy_(value)
+            for item, value in zip(mine, given, strict=True):
+                item.copy_(value)
             if turn == 1:
                 copies.push(NAMES, given)
                 lends.push(NAMES, mine)
@@ -95,7 +95,7 @@ def test_copying_or_not_gives_the_same(kind, dtype, servers, transport, monkeypa
             for value, view in zip(pulled, views, strict=True):
                 assert (view.dtype, view.shape) == (value.dtype, value.shape)
                 assert torch.equal(view, value)
-            assert all(torch.equal(one, value) for one, value in zip(mine, given, strict=True))
+            assert all(torch.equal(item, value) for item, value in zip(mine, given, strict=True))
             copies.barrier()
         return [view.clone() for view in views]
 
@@ -109,11 +109,11 @@ def test_the_memory_that_is_pushed_may_take_the_result():
         kv.init(NAMES, values(0, torch.float32))
         mine = kv.empty_like(NAMES)
         for turn in range(5):
-            for one in mine:
-                one.fill_(turn + rank)
+            for item in mine:
+                item.fill_(turn + rank)
             out = kv.pushpull(NAMES, mine, out=mine)
             assert out is mine
-            assert all(one.eq(2 * turn + 1).all() for one in mine)
+            assert all(item.eq(2 * turn + 1).all() for item in mine)
 
     run(work, workers=2, servers=2)
 
@@ -124,15 +124,15 @@ def test_parameters_are_pushed_and_written_where_they_are(name):
         kv = kvps.create(name)
         kv.init(["a", "b"], [torch.zeros(CUT), torch.zeros(2, 3)])
         own = [torch.nn.Parameter(torch.ones(CUT)), torch.nn.Parameter(torch.ones(2, 3))]
-        lent = [torch.nn.Parameter(one.fill_(2)) for one in kv.empty_like(["a", "b"])]
+        lent = [torch.nn.Parameter(item.fill_(2)) for item in kv.empty_like(["a", "b"])]
         kv.pushpull(["a", "b"], own, out=own)
         kv.push(["a", "b"], lent)
         kv.pull(["a", "b"], out=own)
-        for one in own:
-            assert one.requires_grad
-            assert one.is_leaf
-            assert one._version >= 1, "autograd knows that it was written to"
-            assert one.eq(2).all()
+        for item in own:
+            assert item.requires_grad
+            assert item.is_leaf
+            assert item._version >= 1, "autograd knows that it was written to"
+            assert item.eq(2).all()
         a, b = kv.pull(["a", "b"], copy=False)
         assert not a.requires_grad
         assert not b.requires_grad
@@ -148,7 +148,7 @@ def test_tensors_that_were_changed_into_others_are_looked_at_anew():
         a.data = torch.full((2000,), 4.0)  # an ordinary tensor from here on
         kv.push(["a", "b"], [a, b.fill_(5)])
         a.fill_(9)
-        assert [one.unique().tolist() for one in kv.pull(["a", "b"])] == [[4], [5]]
+        assert [item.unique().tolist() for item in kv.pull(["a", "b"])] == [[4], [5]]
         b.resize_(10)
         with pytest.raises(kvps.Mismatch, match=r"'b' is float32\[3000\]; cannot push float32\[10\]"):
             kv.push(["a", "b"], [a, b])
@@ -204,7 +204,7 @@ def test_nothing_is_copied_on_the_way(servers, monkeypatch):
         mine = kv.empty_like(names)
         monkeypatch.setattr(Ingest, "judge", note)
         for turn in range(3):
-            views = kv.pushpull(names, [one.fill_(turn) for one in mine], copy=False)
+            views = kv.pushpull(names, [item.fill_(turn) for item in mine], copy=False)
             assert all(view.eq(turn).all() for view in views)
             assert all(lies_in(view, "r--s") for view in views)
         assert set(lent) == {(True, 1)}, "and its tensors lie as the server's chunks do"
@@ -225,7 +225,7 @@ def test_a_view_never_changes_while_others_push(kind):
         if rank:
             mine = kv.empty_like(["w", "b"])
             for _ in range(60):
-                kv.pushpull(["w", "b"], [one.fill_(1) for one in mine], copy=False)
+                kv.pushpull(["w", "b"], [item.fill_(1) for item in mine], copy=False)
             kv.barrier()
             return
         held = []
@@ -234,12 +234,12 @@ def test_a_view_never_changes_while_others_push(kind):
             held.append((views, [view.clone() for view in views]))
             assert [len(view.unique()) for view in views] == [1, 1], "of one version"
             for then, copies in held:
-                assert all(torch.equal(*one) for one in zip(then, copies, strict=True))
+                assert all(torch.equal(*item) for item in zip(then, copies, strict=True))
             del held[:-3]
         kv.barrier()
         assert kv.pull("b", copy=False).unique().tolist() == [120]
         for then, copies in held:
-            assert all(torch.equal(*one) for one in zip(then, copies, strict=True))
+            assert all(torch.equal(*item) for item in zip(then, copies, strict=True))
 
     run(work, workers=3, servers=2)
 
@@ -291,9 +291,9 @@ def test_a_view_outlives_the_process_of_its_server(processes: Processes) -> None
     )
     worker = cluster.plain(script)
     worker.expect("viewed")
-    for one in (*servers, cluster.process):
-        one.signal(signal.SIGKILL)
-        one.wait()
+    for item in (*servers, cluster.process):
+        item.signal(signal.SIGKILL)
+        item.wait()
     let(processes, "viewed")
     worker.expect(re.escape("still [[3.0], [4.0]]"))
     assert worker.wait() == 0
@@ -315,9 +315,9 @@ def test_writing_to_a_view_ends_the_process_as_the_documentation_says(
     worker = cluster.plain(script)
     assert worker.wait() == -signal.SIGSEGV
     assert "written" not in worker.out
-    for one in (server, cluster.process):
-        one.signal(signal.SIGKILL)
-        one.wait()
+    for item in (server, cluster.process):
+        item.signal(signal.SIGKILL)
+        item.wait()
 
 
 # --- memory of a server ---------------------------------------------------------------------------------
@@ -364,8 +364,8 @@ until("turn-last")
 
 def at(processes: Processes, workers: list[Process], server: Process, name: str) -> tuple[int, int]:
     """The memory of the server when all workers stand at ``name``; then they go on."""
-    for one in workers:
-        one.expect(name)
+    for worker in workers:
+        worker.expect(name)
     found = memory_of(server.pid)
     let(processes, name)
     return found
@@ -383,7 +383,7 @@ def training(processes: Processes, count: int, how: str, turns: int, workers: in
 
 
 def finish(cluster: Cluster, server: Process, workers: list[Process]) -> None:
-    assert [one.wait() for one in workers] == [0] * len(workers), workers
+    assert [worker.wait() for worker in workers] == [0] * len(workers), workers
     assert server.wait() == 0
     assert cluster.process.wait() == 0
 

@@ -35,16 +35,16 @@ def transports():
         return opened[-1]
 
     yield make
-    for one in opened:
-        one.close(0.0)
+    for item in opened:
+        item.close(0.0)
 
 
 def take(transport, deadline_s=10.0):
     """Return the next thing that ``transport`` receives."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
-        for one in transport.poll(0.05):
-            return one
+        for item in transport.poll(0.05):
+            return item
     raise AssertionError("nothing came")
 
 
@@ -99,16 +99,16 @@ def test_a_broken_connection_is_a_drop(transports):
 
 
 def test_connecting_again_replaces(transports):
-    one, two, worker = (
+    first, two, worker = (
         transports(LOOPBACK, role=Role.SERVER),
         transports(LOOPBACK, role=Role.SERVER),
         transports(),
     )
-    worker.connect(Connect("server 0", one.endpoint))
+    worker.connect(Connect("server 0", first.endpoint))
     worker.connect(Connect("server 0", two.endpoint))
     worker.send("server 0", Packet(ENVELOPE, Probe((1,))), None)
     take(two)
-    assert list(one.poll(0.05)) == []
+    assert list(first.poll(0.05)) == []
 
 
 def test_message_along_the_former_connection_is_still_received(transports, monkeypatch):
@@ -175,8 +175,8 @@ def test_a_connection_whose_framing_cannot_be_read_is_opened_again(transports, w
             return len(opened) > 1
 
         until(is_opened_again, "second connection", 20.0)
-        for one in opened:
-            one.close()
+        for item in opened:
+            item.close()
 
 
 @pytest.mark.spec("R222")

@@ -59,7 +59,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> N
 
 def whole(model: nn.Module) -> list[torch.Tensor]:
     """Return the weights of a model of DTensors, whole."""
-    return [one.full_tensor() for one in model.parameters()]  # type: ignore[attr-defined]
+    return [param.full_tensor() for param in model.parameters()]  # type: ignore[attr-defined]
 
 
 @case
@@ -108,7 +108,7 @@ def local_steps_and_averages(backend: str) -> object:
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     group = group_of(backend)
-    alone, _ = dist.new_subgroups_by_enumeration([[one] for one in range(SIZE)], backend=backend)
+    alone, _ = dist.new_subgroups_by_enumeration([[item] for item in range(SIZE)], backend=backend)
     model = DistributedDataParallel(net(), process_group=group)
     state = local.PostLocalSGDState(group, alone, 2)
     model.register_comm_hook(state, local.post_localSGD_hook)
@@ -137,7 +137,7 @@ def fsdp_and_its_states(backend: str) -> object:
         state = Sharded.optim_state_dict(model, optimizer)
         optimizer.load_state_dict(Sharded.optim_state_dict_to_load(model, optimizer, state))
         with Sharded.summon_full_params(model):
-            found += [one.clone() for one in model.parameters()]
+            found += [param.clone() for param in model.parameters()]
     return found
 
 
@@ -173,7 +173,7 @@ def checkpoints(backend: str) -> object:
     checkpoint.async_save(state, **later).result()  # type: ignore[union-attr]
     found = []
     for saved in (here, later):
-        empty = {name: torch.zeros_like(one) for name, one in state.items()}
+        empty = {name: torch.zeros_like(item) for name, item in state.items()}
         checkpoint.load(empty, **saved)
         found += [*empty.values()]
     dist.barrier()
@@ -210,7 +210,7 @@ def tensor_parallel(backend: str) -> object:
         result = model(given.chunk(SIZE)[RANK] if number else given)
         result.square().sum().backward()
         found.append(result.full_tensor() if number else result)
-        found += [one.grad.full_tensor() for one in model[0].parameters()]  # type: ignore[union-attr]
+        found += [param.grad.full_tensor() for param in model[0].parameters()]  # type: ignore[union-attr]
     return found
 
 
@@ -230,13 +230,13 @@ def pipelines(backend: str) -> object:
     found = []
     for schedule in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
         is_many = schedule is ScheduleInterleaved1F1B
-        stages = [stage(RANK + SIZE * one, SIZE * (1 + is_many)) for one in range(1 + is_many)]
+        stages = [stage(RANK + SIZE * item, SIZE * (1 + is_many)) for item in range(1 + is_many)]
         run = schedule(stages if is_many else stages[0], 4, loss_fn=nn.MSELoss())  # type: ignore[arg-type]
         losses: list[torch.Tensor] = []
         ends = {"target": wanted, "losses": losses} if RANK == SIZE - 1 else {}
         run.step(*([given] if RANK == 0 else []), **ends)
         found += losses
-        found += [one.grad for it in stages for one in it.submod.parameters()]
+        found += [param.grad for it in stages for param in it.submod.parameters()]
     return found
 
 

@@ -104,8 +104,8 @@ def gathers_of_uneven_tensors() -> None:
     for times in range(3):
         every = [torch.zeros(rank * 2, 3) for rank in range(SIZE)]
         dist.all_gather(every, torch.full((RANK * 2, 3), float(RANK + times)))
-        for rank, one in enumerate(every):
-            equal(one, torch.full((rank * 2, 3), float(rank + times)))
+        for rank, item in enumerate(every):
+            equal(item, torch.full((rank * 2, 3), float(rank + times)))
     with pytest.raises(kvps.Mismatch, match="must have the same size and type"):
         dist.all_gather([torch.zeros(2)] * SIZE, torch.zeros(3))
 
@@ -174,7 +174,7 @@ def eight_bit_floats_move() -> None:
         mine = torch.full((3,), float(RANK + 1)).to(dtype)
         every = [torch.empty_like(mine) for _ in range(SIZE)]
         dist.all_gather(every, mine)
-        assert [float(one[0].float()) for one in every] == [rank + 1.0 for rank in range(SIZE)]
+        assert [float(item[0].float()) for item in every] == [rank + 1.0 for rank in range(SIZE)]
         dist.broadcast(mine, SIZE - 1)
         equal(mine.float(), torch.full((3,), float(SIZE)))
         with pytest.raises(kvps.ConfigError, match=r"reductions of torch.float8.* bfloat16"):

@@ -64,8 +64,8 @@ class Model(RuleBasedStateMachine):
     def make(self) -> EmbeddingRows:
         return EmbeddingRows(self.recipe)
 
-    def first(self, one: int) -> torch.Tensor:
-        values = self.recipe.first.values(np.array([one], np.int64), DIM, self.recipe.seed)
+    def first(self, number: int) -> torch.Tensor:
+        values = self.recipe.first.values(np.array([number], np.int64), DIM, self.recipe.seed)
         return torch.from_numpy(values)[0]
 
     @rule(ids=IDS, value=VALUES)
@@ -74,27 +74,27 @@ class Model(RuleBasedStateMachine):
         order = sorted(ids)
         gradients = torch.full((len(order), DIM), float(value), dtype=torch.float64)
         push_rows(self.table, np.array(order, np.int64), gradients, version=self.version, step=self.version)
-        for one in order:
-            row = self.rows.setdefault(one, Row(self.first(one)))
+        for item in order:
+            row = self.rows.setdefault(item, Row(self.first(item)))
             row.momentum = 0.5 * row.momentum + value
             row.weight = row.weight - row.momentum
             row.stamp = self.version
         if self.MAX_AGE:
             self.rows = {
-                one: row for one, row in self.rows.items() if row.stamp >= self.version - self.MAX_AGE
+                item: row for item, row in self.rows.items() if row.stamp >= self.version - self.MAX_AGE
             }
         if self.MAX_ROWS and len(self.rows) > self.MAX_ROWS:
-            by_age = sorted(self.rows, key=lambda one: (self.rows[one].stamp, one))
+            by_age = sorted(self.rows, key=lambda item: (self.rows[item].stamp, item))
             keep = self.MAX_ROWS - self.MAX_ROWS // EVICTED
-            self.rows = {one: self.rows[one] for one in by_age[-keep:]}
+            self.rows = {item: self.rows[item] for item in by_age[-keep:]}
 
     @rule(ids=IDS)
     def pull(self, ids: set[int]) -> None:
         order = list(ids)
         found = pull_rows(self.table, np.array(order, np.int64))
         assert found.shape == (len(order), DIM)
-        for one, values in zip(order, found, strict=True):
-            wanted = self.rows[one].weight if one in self.rows else self.first(one)
+        for item, values in zip(order, found, strict=True):
+            wanted = self.rows[item].weight if item in self.rows else self.first(item)
             assert torch.equal(values, wanted)
 
     @rule(since=st.integers(0, 60), count=st.integers(1, 9))
@@ -104,23 +104,23 @@ class Model(RuleBasedStateMachine):
         while True:
             block = self.table.block(start, count, since)
             assert len(block.ids) <= count
-            for one, stamp, row in zip(
+            for item, stamp, row in zip(
                 block.ids.tolist(), block.stamps.tolist(), block.columns["weight"], strict=True
             ):
-                assert one not in found
-                found[one] = row.tolist(), stamp
+                assert item not in found
+                found[item] = row.tolist(), stamp
             start = block.next
             if not start:
                 break
         wanted = {
-            one: (row.weight.tolist(), row.stamp) for one, row in self.rows.items() if row.stamp > since
+            item: (row.weight.tolist(), row.stamp) for item, row in self.rows.items() if row.stamp > since
         }
         assert found == wanted
 
     @rule()
     def keep(self) -> None:
         kept, release = self.table.keep()
-        copies = [loaded(one.columns["weight"]).clone() for one in kept.arenas]
+        copies = [loaded(arena.columns["weight"]).clone() for arena in kept.arenas]
         self.kept.append((kept, release, copies))
 
     @precondition(lambda self: self.kept)
@@ -148,9 +148,9 @@ class Model(RuleBasedStateMachine):
         self.table.check()
         assert len(self.table) == len(self.rows)
         for kept, _, copies in self.kept:
-            for one, copy in zip(kept.arenas, copies, strict=True):  # type: ignore[attr-defined]
-                used = max(0, len(kept.ids) - one.start)  # type: ignore[attr-defined]
-                assert torch.equal(loaded(one.columns["weight"][:used]), copy[:used])
+            for item, copy in zip(kept.arenas, copies, strict=True):  # type: ignore[attr-defined]
+                used = max(0, len(kept.ids) - item.start)  # type: ignore[attr-defined]
+                assert torch.equal(loaded(item.columns["weight"][:used]), copy[:used])
 
 
 class Unbounded(Model):

@@ -33,7 +33,7 @@ class Key:
     """The values of each version."""
 
     def owed(self, rank: int, ordered: bool) -> int:
-        numbers = [number for one, number in self.gradients if one == rank]
+        numbers = [number for item, number in self.gradients if item == rank]
         return max(len(numbers), self.version if ordered else 0)
 
 
@@ -74,7 +74,7 @@ class Model(RuleBasedStateMachine):
         """Numbers are what each key owes, or what the first owes; all of them off by a bit."""
         order = sorted(names)
         owed = [self.keys[name].owed(rank, self.ordered) for name in order]
-        numbers = [max(0, (owed[0] if together else one) + relative) for one in owed]
+        numbers = [max(0, (owed[0] if together else item) + relative) for item in owed]
         self.worth += 1
         row, runs = [], []
         for name, number in zip(order, numbers, strict=True):
@@ -84,19 +84,19 @@ class Model(RuleBasedStateMachine):
         message = Push(1, 1, (rank,), 1.0, pull, tuple(joined(runs)))
         said = self.stage.say(rank, message, as_row(row))
         seq = self.stage.seqs[rank]
-        if any(number > one for number, one in zip(numbers, owed, strict=True)) or any(
-            self.ordered and number == one and number - self.keys[name].version >= WINDOW
-            for name, number, one in zip(order, numbers, owed, strict=True)
+        if any(number > item for number, item in zip(numbers, owed, strict=True)) or any(
+            self.ordered and number == item and number - self.keys[name].version >= WINDOW
+            for name, number, item in zip(order, numbers, owed, strict=True)
         ):
             event("early")
             assert said == []
             return
         before = {name: self.keys[name].version for name in order}
         taken = 0
-        for name, number, one in zip(order, numbers, owed, strict=True):
+        for name, number, item in zip(order, numbers, owed, strict=True):
             key = self.keys[name]
             part, taken = row[taken : taken + key.size], taken + key.size
-            if number == one:
+            if number == item:
                 key.gradients[rank, number] = part
                 self.settle(key, rank)
         event("counted" if numbers == owed else "partly again")
@@ -117,7 +117,7 @@ class Model(RuleBasedStateMachine):
         asks, conditions = [], []
         for name in sorted(names):
             key, (piece,) = self.keys[name], self.stage.pieces[name]
-            pushed = sum(one == rank for one, _ in key.gradients)
+            pushed = sum(item == rank for item, _ in key.gradients)
             least = max(0, key.version + ahead)
             asks.append(Ask(piece.start, piece.size, pushed, least))
             conditions.append((name, pushed, least))
@@ -131,7 +131,7 @@ class Model(RuleBasedStateMachine):
         self.states[rank] = "held" if found else "lost"
         if found:
             self.stage.seats[rank].incarnation += 1
-            self.waiting = {at: one for at, one in self.waiting.items() if at[0] != rank}
+            self.waiting = {at: item for at, item in self.waiting.items() if at[0] != rank}
         said = self.stage.show(**{f"w{rank}": self.states[rank]})
         if found:
             self.stage.hello(rank)
@@ -149,11 +149,11 @@ class Model(RuleBasedStateMachine):
                 self.move(key, list(key.gradients.values())[-1])
             return
         while True:
-            ranks = {one for one, number in key.gradients if number == key.version}
-            required = {one for one in range(RANKS) if self.policy == "wait" or self.states[one] == "held"}
+            ranks = {item for item, number in key.gradients if number == key.version}
+            required = {item for item in range(RANKS) if self.policy == "wait" or self.states[item] == "held"}
             if not ranks or not required or not required <= ranks:
                 return
-            gradients = [key.gradients[one, key.version] for one in sorted(ranks)]
+            gradients = [key.gradients[item, key.version] for item in sorted(ranks)]
             self.move(key, [sum(column) for column in zip(*gradients, strict=True)])
 
     def move(self, key: Key, total: list[float]) -> None:
@@ -164,23 +164,23 @@ class Model(RuleBasedStateMachine):
         key.history.append(new)
         if self.ordered:
             # A rank that missed the round owes the next.
-            for one in range(RANKS):
-                key.gradients.setdefault((one, key.version - 1), [])
+            for item in range(RANKS):
+                key.gradients.setdefault((item, key.version - 1), [])
 
     def hear(self, said: list) -> None:
         """Check all answers, and that nobody is left waiting who need not wait."""
         assert not heard(said, Error)
-        for one in said:
-            if not isinstance(one.message, Pulled):
+        for effect in said:
+            if not isinstance(effect.message, Pulled):
                 continue
-            rank = int(one.to[1:])
-            conditions = self.waiting.pop((rank, one.message.seq))
+            rank = int(effect.to[1:])
+            conditions = self.waiting.pop((rank, effect.message.seq))
             stands = {
                 element: (stand.version, stand.owed)
-                for stand in one.message.runs
+                for stand in effect.message.runs
                 for element in range(stand.start, stand.start + stand.size)
             }
-            values = one.values()
+            values = effect.values()
             for name, after, least in conditions:
                 key, (piece,) = self.keys[name], self.stage.pieces[name]
                 version, _ = stands[piece.start]
@@ -190,13 +190,13 @@ class Model(RuleBasedStateMachine):
                 if self.ordered:
                     assert version >= after
         for (rank, seq), conditions in self.waiting.items():
-            assert any(self.lacks(rank, *one) for one in conditions), (rank, seq)
+            assert any(self.lacks(rank, *condition) for condition in conditions), (rank, seq)
 
     def lacks(self, rank: int, name: str, after: int, least: int) -> bool:
         key = self.keys[name]
         if self.ordered:
             return key.version < max(after, least)
-        return key.version < least or sum(one == rank for one, _ in key.gradients) < after
+        return key.version < least or sum(item == rank for item, _ in key.gradients) < after
 
     @invariant()
     def the_server_is_right(self) -> None:

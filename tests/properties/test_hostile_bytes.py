@@ -199,7 +199,7 @@ def test_memory_is_bounded_by_the_input(name: str) -> None:
         b"[" * 60_000,
         b"\xc0" * 60_000,
     ]
-    nasty += [bytes(wire.HEAD.size) + one for one in nasty] + list(reader.true)
+    nasty += [bytes(wire.HEAD.size) + item for item in nasty] + list(reader.true)
     for data in nasty:
         check(reader, data)  # what is loaded on first use is there
         tracemalloc.start()
@@ -224,14 +224,14 @@ def _fuzz(name: str, *options: str) -> None:
 
     for module, held in list(sys.modules.items()):
         if module.partition(".")[0] == "kvps":  # not torch, which has 30,000 functions
-            for one in vars(held).values():
-                for function in (one, *vars(one).values()) if isinstance(one, type) else (one,):
+            for var in vars(held).values():
+                for function in (var, *vars(var).values()) if isinstance(var, type) else (var,):
                     if isinstance(function, FunctionType) and function.__module__ == module:
                         atheris.instrument_func(function)
     reader = READERS[name]
     with tempfile.TemporaryDirectory() as corpus:
-        for number, one in enumerate(reader.true):
-            (Path(corpus) / str(number)).write_bytes(one)
+        for number, var in enumerate(reader.true):
+            (Path(corpus) / str(number)).write_bytes(var)
         atheris.Setup([sys.argv[0], *options, corpus], lambda data: check(reader, data))
         atheris.Fuzz()
 

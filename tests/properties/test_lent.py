@@ -32,18 +32,18 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 
 
 def stage(mode: str, ranks: int, dtype: str, rule: str, deterministic: bool) -> ServerStage:
-    one = ServerStage(ranks)
-    one.open(mode, deterministic=deterministic)
+    server = ServerStage(ranks)
+    server.open(mode, deterministic=deterministic)
     for index, (key, size) in enumerate(SIZES.items()):
-        one.init(key, torch.linspace(-index, size, size).to(TORCH[dtype]))
+        server.init(key, torch.linspace(-index, size, size).to(TORCH[dtype]))
     if rule:
-        one.optimizer(rule, **OPTIMIZERS[rule])
-    return one
+        server.optimizer(rule, **OPTIMIZERS[rule])
+    return server
 
 
-def bits(one: ServerStage) -> list[bytes]:
+def bits(server: ServerStage) -> list[bytes]:
     """All that an update changes."""
-    chunk = one.chunk()
+    chunk = server.chunk()
     rows = [chunk.buffer.tensor, *(chunk.state or {}).values()]
     return [row[: chunk.used].contiguous().view(torch.uint8).numpy().tobytes() for row in rows]
 
@@ -74,7 +74,7 @@ def joined(runs: list[Run]) -> tuple[Run, ...]:
 def test_lent_gradients_do_what_frames_do_and_are_only_read(data: st.DataObject) -> None:
     rule = data.draw(st.sampled_from(sorted(OPTIMIZERS)))
     kinds = {"float", "half"} | ({"int"} if not rule else set())
-    dtype = data.draw(st.sampled_from([n for n, one in BY_NAME.items() if one.kind in kinds]))
+    dtype = data.draw(st.sampled_from([n for n, item in BY_NAME.items() if item.kind in kinds]))
     mode = data.draw(st.sampled_from(["sync", "async"] if rule else ["sync"]))
     deterministic = data.draw(st.booleans())
     ranks = data.draw(st.sampled_from([1, 2, 3, LENT_MAX + 3]))
@@ -102,7 +102,7 @@ def test_lent_gradients_do_what_frames_do_and_are_only_read(data: st.DataObject)
             frames.say(rank, message, row)
             if data.draw(st.booleans()):
                 cuts = data.draw(st.sets(st.integers(0, len(row)), max_size=4))
-                pieces = [one.clone() for one in torch.tensor_split(row, sorted(cuts)) if len(one)]
+                pieces = [item.clone() for item in torch.tensor_split(row, sorted(cuts)) if len(item)]
                 loans.say(rank, message, *pieces, lent=True)
                 lent += [(piece, piece.clone()) for piece in pieces]
             else:

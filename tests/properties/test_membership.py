@@ -66,7 +66,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(of=st.data(), pid=st.integers(7, 8))
     def attach(self, of: st.DataObject, pid: int) -> None:
         to = of.draw(st.sampled_from(self.known))
-        route = of.draw(st.sampled_from([one for one in ROUTES if one[0] == to[0]]))
+        route = of.draw(st.sampled_from([item for item in ROUTES if item[0] == to[0]]))
         self.seen(self.stage.attach(route, to, pid=pid))
 
     @precondition(lambda self: self.stage.peers)

@@ -62,7 +62,7 @@ def test_matching_operations_run_once_and_mismatches_reach_every_rank_once(
             if isinstance(decision, Execute):
                 name = decision.first.name
                 assert sorted(decision.requests) == list(range(size))
-                lengths_ = {one.parts for one in decision.requests.values()}
+                lengths_ = {item.parts for item in decision.requests.values()}
                 assert len(lengths_) == 1, "what runs fits together"
                 ran.setdefault(name, []).append(decision.first.parts[0].shape)
                 for of_rank in under_way:
@@ -76,7 +76,7 @@ def test_matching_operations_run_once_and_mismatches_reach_every_rank_once(
     assert not any(programs), "no rank waits for ever"
     assert coordinator.missing() == []
     for number, count in enumerate(uses):
-        shapes = [[one.parts for one in asked[rank] if one.name == str(number)] for rank in range(size)]
+        shapes = [[field.parts for field in asked[rank] if field.name == str(number)] for rank in range(size)]
         fits = [len({of_rank[use] for of_rank in shapes}) == 1 for use in range(count)]
         assert len(ran.get(str(number), [])) == sum(fits)
         told = refused.get(str(number), [])

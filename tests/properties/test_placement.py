@@ -21,9 +21,9 @@ def test_every_element_lies_on_one_server_and_the_home_knows_the_key(
     got = parts(key, count, servers, bound)
     assert got == parts(key, count, servers, bound)
     assert got[0].start == 0
-    assert all(one.start + one.size == other.start for one, other in pairwise(got))
+    assert all(item.start + item.size == other.start for item, other in pairwise(got))
     assert got[-1].start + got[-1].size == count
-    assert home(key, servers) in {one.server for one in got}
+    assert home(key, servers) in {item.server for item in got}
     held = dict.fromkeys(range(servers), 0) if len(got) > 1 else {got[0].server: 0}
     for part in got:
         held[part.server] += part.size

@@ -62,10 +62,10 @@ def test_each_push_counts_at_most_once(
             applied.append((closed.ranks, total, weights))
             span.version, span.closed_at = span.version + 1, now
         span.check()
-    waiting = [(one.ranks, one.sum().whole().item(), sum(one.weights)) for one in span.rounds]
+    waiting = [(item.ranks, item.sum().whole().item(), sum(item.weights)) for item in span.rounds]
     counted = [push for pushes in made.values() for push in pushes.values()]
     assert sum(len(ranks) for ranks, _, _ in applied + waiting) == len(counted)
-    assert sum(total for _, total, _ in applied + waiting) == sum(one * by for one, by in counted)
+    assert sum(total for _, total, _ in applied + waiting) == sum(item * by for item, by in counted)
     assert sum(weights for _, _, weights in applied + waiting) == sum(by for _, by in counted)
     if counts_late:
         for pushes in made.values():

@@ -13,30 +13,30 @@ WIDTH = 2
 
 def stage(workers: int, count: int, optimizer: bool, **options: object) -> ServerStage:
     """A server with a table of zeros; its optimizer makes ``-g`` of what a round touches."""
-    one = ServerStage(workers=workers)
-    one.open(chunk_bytes=64 << 10, **options)
+    server = ServerStage(workers=workers)
+    server.open(chunk_bytes=64 << 10, **options)
     if optimizer:
-        one.optimizer("sgd", lr=1.0, weight_decay=1.0)
-    one.init("t", torch.zeros(count * WIDTH), shape=(count, WIDTH))
-    return one
+        server.optimizer("sgd", lr=1.0, weight_decay=1.0)
+    server.init("t", torch.zeros(count * WIDTH), shape=(count, WIDTH))
+    return server
 
 
-def push_rows(one: ServerStage, rank: int, number: int, ids: list[int], lent: bool) -> bool:
+def push_rows(server: ServerStage, rank: int, number: int, ids: list[int], lent: bool) -> bool:
     message = PushRows("kv", "t", 1, (rank,), number, WIDTH, len(ids))
     numbers = torch.tensor(ids, dtype=torch.int64)
     rows = value(rank, number, numbers).view(-1)
-    return bool(acked(one.say(rank, message, *((numbers, rows) if ids else ()), lent=lent)))
+    return bool(acked(server.say(rank, message, *((numbers, rows) if ids else ()), lent=lent)))
 
 
-def push_whole(one: ServerStage, rank: int, number: int, count: int) -> bool:
+def push_whole(server: ServerStage, rank: int, number: int, count: int) -> bool:
     values = value(rank, number, torch.arange(count)).view(-1)
     taken, at = [], 0
-    for piece in one.pieces["t"]:
+    for piece in server.pieces["t"]:
         run = (Run(piece.start, piece.size, number),)
         part = values[at : at + piece.size]
         at += piece.size
-        taken += acked(one.say(rank, Push(piece.chunk, 1, (rank,), 1.0, False, run), part))
-    return len(taken) == len(one.pieces["t"])
+        taken += acked(server.say(rank, Push(piece.chunk, 1, (rank,), 1.0, False, run), part))
+    return len(taken) == len(server.pieces["t"])
 
 
 def value(rank: int, number: int, ids: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def test_rounds_are_those_of_a_dense_reference(data: st.DataObject) -> None:
     workers, optimizer = data.draw(st.integers(1, 4)), data.draw(st.booleans())
     count = data.draw(st.sampled_from([1, 7, 20_000]))  # the last lies in several chunks
     rounds = data.draw(st.integers(1, 4))
-    one = stage(
+    server = stage(
         workers,
         count,
         optimizer,
@@ -84,20 +84,20 @@ def test_rounds_are_those_of_a_dense_reference(data: st.DataObject) -> None:
             continue
         ids = pushes[number][rank]
         if ids is None:
-            is_taken = push_whole(one, rank, number, count)
+            is_taken = push_whole(server, rank, number, count)
         else:
-            is_taken = push_rows(one, rank, number, ids, data.draw(st.booleans()))
+            is_taken = push_rows(server, rank, number, ids, data.draw(st.booleans()))
         assert is_taken is (number <= owed[rank])
         if number == owed[rank]:
             owed[rank] += 1
             if owed[rank] == rounds:
                 del owed[rank]
-        version = one.span("t").version
+        version = server.span("t").version
         assert version == min(owed.get(rank, rounds) for rank in range(workers))
-        found = torch.tensor(one.values("t")).view(count, WIDTH)
+        found = torch.tensor(server.values("t")).view(count, WIDTH)
         assert torch.equal(found, tables[version])
     wanted = torch.tensor(data.draw(some), dtype=torch.int64)
-    said = one.say(0, PullRows("kv", "t", rounds, 0, len(wanted)), *([wanted] if len(wanted) else []))
+    said = server.say(0, PullRows("kv", "t", rounds, 0, len(wanted)), *([wanted] if len(wanted) else []))
     assert len(heard(said, PulledRows)) == 1
     if len(wanted):
         rows = from_frame(said[0].payload[0], "float32").view(-1, WIDTH)

@@ -33,7 +33,7 @@ class Held(RuleBasedStateMachine):
         before = self.chunk.buffer
         self.chunk.writable()[start:].add_(value)
         assert (self.chunk.buffer is before) is not held
-        self.now = self.now[:start] + [one + value for one in self.now[start:]]
+        self.now = self.now[:start] + [item + value for item in self.now[start:]]
 
     @rule(start=st.integers(0, 7), stop=st.integers(0, 8), value=st.integers(1, 1000))
     def replace(self, start: int, stop: int, value: int) -> None:
@@ -115,9 +115,9 @@ class Cuts(RuleBasedStateMachine):
     def wake(self, data: st.DataObject) -> None:
         start, stop = sorted(data.draw(st.tuples(st.integers(0, 200), st.integers(0, 200))))
         woken = self.chunk.woken(start, stop)
-        expected = [one for one in self.waiting if start <= one.at < stop]
+        expected = [item for item in self.waiting if start <= item.at < stop]
         assert sorted(map(id, woken)) == sorted(map(id, expected))
-        self.waiting = [one for one in self.waiting if one not in woken]
+        self.waiting = [item for item in self.waiting if item not in woken]
 
     @precondition(lambda self: self.pieces)
     @rule(data=st.data())
@@ -126,8 +126,8 @@ class Cuts(RuleBasedStateMachine):
         self.pieces.remove(piece)
         gone = range(piece.start, piece.start + piece.size)
         woken = self.chunk.retire(piece)
-        assert all(one.at in gone for one in woken)
-        self.waiting = [one for one in self.waiting if one.at not in gone]
+        assert all(item.at in gone for item in woken)
+        self.waiting = [item for item in self.waiting if item.at not in gone]
         for element in gone:
             del self.versions[element]
 

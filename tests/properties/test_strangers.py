@@ -58,38 +58,38 @@ def plausible(draw: st.DrawFn, cls: type[Message], any_: st.SearchStrategy[Messa
     if not draw(st.integers(0, 4)):
         return message
     changes: dict[str, Any] = {}
-    for one in dataclasses.fields(message):  # type: ignore[arg-type]
-        value = getattr(message, one.name)
-        if one.name in LEFT_ALONE:
+    for item in dataclasses.fields(message):  # type: ignore[arg-type]
+        value = getattr(message, item.name)
+        if item.name in LEFT_ALONE:
             continue
-        if one.name == "name" and cls is m.Optimize:
-            changes[one.name] = draw(st.sampled_from(OPTIMIZERS))
-        elif one.name == "numbers" and cls is not m.Optimize:
+        if item.name == "name" and cls is m.Optimize:
+            changes[item.name] = draw(st.sampled_from(OPTIMIZERS))
+        elif item.name == "numbers" and cls is not m.Optimize:
             continue
-        elif one.name == "step" and cls is m.Push:
-            changes[one.name] = draw(st.none() | STEPS)
-        elif one.name == "rank" and cls is not m.Norms:
-            changes[one.name] = draw(st.integers(0, 2))
-        elif one.name in BY_NAME:
-            changes[one.name] = draw(BY_NAME[one.name])
-        elif one.name == "runs":
+        elif item.name == "step" and cls is m.Push:
+            changes[item.name] = draw(st.none() | STEPS)
+        elif item.name == "rank" and cls is not m.Norms:
+            changes[item.name] = draw(st.integers(0, 2))
+        elif item.name in BY_NAME:
+            changes[item.name] = draw(BY_NAME[item.name])
+        elif item.name == "runs":
             kind = {m.Push: m.Run, m.Load: m.Run, m.Pull: m.Ask}.get(cls)
             if kind is not None:
                 rest = [draw(st.integers(0, 2)) for _ in kind._fields[2:]]
-                changes[one.name] = (kind(*draw(PIECES), *rest),)
-        elif one.name == "fields":
+                changes[item.name] = (kind(*draw(PIECES), *rest),)
+        elif item.name == "fields":
             names = st.sampled_from(["exp_avg", "momentum_buffer", "master", "kvps.rest", "x"])
-            changes[one.name] = tuple(
+            changes[item.name] = tuple(
                 [field._replace(name=draw(names), size=draw(st.integers(0, 8))) for field in value]
             )
-        elif one.name in ("count", "size"):
-            changes[one.name] = draw(st.integers(0, 12))
+        elif item.name in ("count", "size"):
+            changes[item.name] = draw(st.integers(0, 12))
         elif type(value) is int:
-            changes[one.name] = draw(INTEGERS)
+            changes[item.name] = draw(INTEGERS)
         elif type(value) is float:
-            changes[one.name] = draw(FLOATS.filter(lambda one: abs(one) < 1e308))
+            changes[item.name] = draw(FLOATS.filter(lambda item: abs(item) < 1e308))
         elif type(value) is str:
-            changes[one.name] = draw(TEXTS)
+            changes[item.name] = draw(TEXTS)
     return replace(message, **changes)  # type: ignore[type-var]
 
 
@@ -111,7 +111,7 @@ def packed(envelope: Envelope, message: Message, octet: int) -> Packet | None:
     payload = tuple([memoryview(bytes([octet]) * size) for size in message.payload_sizes()])
     frames = wire.encode(Packet(envelope, message, payload))
     try:
-        return wire.decode([memoryview(bytearray(one)) for one in frames])
+        return wire.decode([memoryview(bytearray(frame)) for frame in frames])
     except ProtocolError:  # a field is out of its range, so that no core would see it
         return None
 
@@ -179,7 +179,7 @@ def test_a_scheduler_answers_or_drops_whatever_comes(data: st.DataObject) -> Non
         packet = packed(envelope, message, 0)
         for effect in () if packet is None else taken(scheduler, scheduler.on_packet(route, packet, now)):
             if isinstance(effect, Send):
-                wire.decode([bytes(one) for one in wire.encode(effect.packet)])
+                wire.decode([bytes(item) for item in wire.encode(effect.packet)])
 
     seats = [(Role.SERVER, 0), (Role.WORKER, 0), (Role.WORKER, 1)]
     for index, (role, rank) in enumerate(seats[: data.draw(st.integers(1, 3))]):

@@ -84,14 +84,14 @@ def values(hint: object, name: str) -> st.SearchStrategy[typing.Any]:
     if origin is dict:
         return st.dictionaries(texts, values(arguments[1], name), max_size=5)
     if origin is types.UnionType:
-        return st.one_of([values(one, name) for one in arguments])
+        return st.one_of([values(argument, name) for argument in arguments])
     if hint is Entry:
         return entries()
     if hint is CodecSpec:
         return codes
     if isinstance(hint, type) and issubclass(hint, tuple):
         hints = typing.get_type_hints(hint)
-        record = st.tuples(*[values(one, field) for field, one in hints.items()])
+        record = st.tuples(*[values(item, field) for field, item in hints.items()])
         return record.map(typing.cast("type[Entry]", hint)._make)
     return BY_NAME.get(name, BY_TYPE[hint]) if hint in (int, str) else BY_TYPE[hint]
 
@@ -115,8 +115,8 @@ def entries(draw: st.DrawFn) -> Entry:
 def messages_of(cls: type[Message]) -> st.SearchStrategy[Message]:
     hints = typing.get_type_hints(cls)
     fields = {
-        one.name: values(hints[one.name], one.name)
-        for one in dataclasses.fields(cls)  # type: ignore[arg-type]
+        field.name: values(hints[field.name], field.name)
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
     }
     if cls in (View, ViewChanges):
         fields["number"] = naturals_32
@@ -177,7 +177,7 @@ def test_round_trip(cls: type[Message], data: st.DataObject) -> None:
 
 
 def test_a_found_key_may_be_of_no_type() -> None:
-    assert {one.id for one in DTYPES} == set(BY_ID)
+    assert {dtype.id for dtype in DTYPES} == set(BY_ID)
     assert 0 not in BY_ID
     assert Found(0, ()) in PACKETS["FOUND-ALL"].message.found  # type: ignore[attr-defined]
 
@@ -204,7 +204,7 @@ def attempt(frames: list[bytes]) -> None:
 
 def heads(body: st.SearchStrategy[bytes]) -> st.SearchStrategy[list[bytes]]:
     """Packets with a right envelope and these fields."""
-    envelope = st.sampled_from([bytes(encode(one)[0])[: HEAD.size] for one in PACKETS.values()])
+    envelope = st.sampled_from([bytes(encode(item)[0])[: HEAD.size] for item in PACKETS.values()])
     payload = st.lists(st.binary(max_size=16), max_size=2)
     return st.builds(lambda head, body, rest: [head + body, *rest], envelope, body, payload)
 

@@ -122,12 +122,12 @@ def spoken(message: Message) -> Iterator[str]:
     match message:
         case View():
             yield f"{message.number} {message.phase}:"
-            yield ", ".join(member_of(one) for one in message.members)
+            yield ", ".join(member_of(member) for member in message.members)
             if message.epoch or message.cut:
                 yield f"epoch={message.epoch} since={message.since} cut={message.cut}"
         case ViewChanges():
             yield f"{message.number} after {message.base} {message.phase}:"
-            yield ", ".join(member_of(one) for one in message.members)
+            yield ", ".join(member_of(member) for member in message.members)
         case Welcome():
             yield f"rank={message.rank} incarnation={message.incarnation}"
             yield f"local={message.local_rank}/{message.local_size} master={message.master!r}"
@@ -140,7 +140,7 @@ def spoken(message: Message) -> Iterator[str]:
                 yield f"{name}={getattr(message, name)!r}"
 
 
-def member_of(one: Member) -> str:
-    shown = f"{Node(Role(one.role), one.rank)} {one.state}"
-    shown += f" #{one.incarnation}" if one.incarnation else ""
-    return shown + (f" ({one.reason}; {one.lost_for_s:g} s ago)" if one.state == "lost" else "")
+def member_of(member: Member) -> str:
+    shown = f"{Node(Role(member.role), member.rank)} {member.state}"
+    shown += f" #{member.incarnation}" if member.incarnation else ""
+    return shown + (f" ({member.reason}; {member.lost_for_s:g} s ago)" if member.state == "lost" else "")

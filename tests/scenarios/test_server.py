@@ -105,11 +105,11 @@ def rank_of(who: str) -> int:
     return int(who.removeprefix("w"))
 
 
-def state_of(one: ServerStage) -> Iterator[str]:
-    required = frozenset(range(one.workers))
-    for key in one.pieces:
-        span = one.span(key)
-        values = " ".join(f"{value:g}" for value in one.values(key))
+def state_of(server: ServerStage) -> Iterator[str]:
+    required = frozenset(range(server.workers))
+    for key in server.pieces:
+        span = server.span(key)
+        values = " ".join(f"{value:g}" for value in server.values(key))
         # Of each open round, who has been counted in it.
         rounds = "".join(
             f" [{each.number}: {', '.join(f'w{rank}' for rank in sorted(each.ranks & required))}]"
@@ -128,10 +128,10 @@ def spoken(said: Said) -> Iterator[str]:
     yield type(message).__name__.upper()
     match message:
         case Ack():
-            yield from (f"seq={one.seq} version={one.version}" for one in message.receipts)
+            yield from (f"seq={receipt.seq} version={receipt.version}" for receipt in message.receipts)
         case Pulled():
             yield f"seq={message.seq}"
-            yield from (f"{one.size}@v{one.version} owed={one.owed}" for one in message.runs)
+            yield from (f"{run.size}@v{run.version} owed={run.owed}" for run in message.runs)
             yield f"values {' '.join(f'{value:g}' for value in said.values())}"
         case Probed():
             yield f"missing={list(message.missing)}"

@@ -148,7 +148,7 @@ class Store:
     def pull_rows(self, wanted: Values, priority: int = 0) -> Script:
         """Pull rows by their numbers, which are in order."""
         ids = tuple(wanted.values())
-        places = tuple(torch.arange(len(one)) for one in ids)
+        places = tuple(torch.arange(len(id_)) for id_ in ids)
         found = yield self._do(calls.PullKeyRows(self.name, tuple(wanted), ids, places, priority))
         return dict(zip(wanted, found, strict=True))
 
@@ -483,9 +483,9 @@ class Cluster:
             found.append(
                 next(
                     (
-                        one
-                        for one in (*self.servers, *self.spares)
-                        if one.alive and life and one.core.member.incarnation == life  # type: ignore[attr-defined]
+                        item
+                        for item in (*self.servers, *self.spares)
+                        if item.alive and life and item.core.member.incarnation == life  # type: ignore[attr-defined]
                     ),
                     None,
                 )
@@ -609,7 +609,7 @@ class Cluster:
     @property
     def is_anyone_alive(self) -> bool:
         """Whether the scheduler or a server has not ended."""
-        return any(one.alive for one in (self.scheduler, *self.servers))
+        return any(item.alive for item in (self.scheduler, *self.servers))
 
     @property
     def processes(self) -> list[Process]:
@@ -624,6 +624,7 @@ class Cluster:
             not self.coming
             and len(self.clients) == self.workers
             and all(
-                one.done_at is not None or one.core.member.end is not None for one in self.clients.values()
+                client.done_at is not None or client.core.member.end is not None
+                for client in self.clients.values()
             )
         )

@@ -99,7 +99,7 @@ class Trouble:
     def silences_the_scheduler(self) -> bool:
         """Whether some member may hear nothing from the scheduler for long."""
         is_cut = any("scheduler" in (cut.source, cut.target) for cut in self.cuts)
-        is_stopped = any(one.name == "scheduler" for one in self.pauses)
+        is_stopped = any(pause.name == "scheduler" for pause in self.pauses)
         return is_cut or is_stopped or bool(self.restarts) or self.full is not None
 
     def befall(self, cluster: Cluster) -> list[Client]:
@@ -108,15 +108,15 @@ class Trouble:
         network = cluster.network
         network.delays = Links(self, cluster)
         for stop in self.pauses:
-            network.at(stop.at, lambda one=stop: pause(cluster, one, usurped))  # type: ignore[misc]
+            network.at(stop.at, lambda own=stop: pause(cluster, own, usurped))  # type: ignore[misc]
         for at, rank, is_noticed in self.kills:
-            network.at(at, lambda one=rank, how=is_noticed: cluster.kill(one, how))  # type: ignore[misc]
-            network.at(at, lambda one=rank: replace_at_once(cluster, one))  # type: ignore[misc]
+            network.at(at, lambda own=rank, how=is_noticed: cluster.kill(own, how))  # type: ignore[misc]
+            network.at(at, lambda own=rank: replace_at_once(cluster, own))  # type: ignore[misc]
         supervise(cluster, usurped)
-        for one in self.restarts:
-            network.at(one.at, lambda it=one: restart(cluster, it.after_s, it.is_torn))  # type: ignore[misc]
+        for item in self.restarts:
+            network.at(item.at, lambda it=item: restart(cluster, it.after_s, it.is_torn))  # type: ignore[misc]
         for broken in self.resets:
-            network.at(broken.at, lambda one=broken: reset(cluster, one))  # type: ignore[misc]
+            network.at(broken.at, lambda own=broken: reset(cluster, own))  # type: ignore[misc]
         for at, is_full in zip(self.full or (), (True, False), strict=False):
             network.at(at, lambda it=is_full: setattr(cluster.disk, "is_full", it))  # type: ignore[misc]
         return usurped
@@ -201,13 +201,13 @@ def _recognise(cluster: Cluster, rank: int, usurped: list[Client]) -> None:
     One that was started in another's place is refused if the scheduler hears the other one before.
     """
     seat = cluster.scheduler.core.job.seats.by_node[Node(Role.WORKER, rank)]  # type: ignore[attr-defined]
-    for one in cluster.started[rank]:
-        is_it = seat.is_taken and one.core.member.incarnation == seat.incarnation
+    for process in cluster.started[rank]:
+        is_it = seat.is_taken and process.core.member.incarnation == seat.incarnation
         # One that was killed may be thought to live still, while another waits for its seat.
-        if is_it and one.process.alive and cluster.clients[rank] is not one:
-            cluster.clients[rank] = one
-            usurped[:] = [old for old in usurped if old is not one]
-            one.wake()
+        if is_it and process.process.alive and cluster.clients[rank] is not process:
+            cluster.clients[rank] = process
+            usurped[:] = [old for old in usurped if old is not process]
+            process.wake()
 
 
 def may_be_taken(cluster: Cluster, rank: int) -> bool:
@@ -223,14 +223,14 @@ def rank_of(name: str) -> int:
 
 def reset(cluster: Cluster, broken: Reset) -> None:
     """Break the connections between two processes, if both are there."""
-    one, other = ([it for it in cluster.processes if it.name == name] for name in broken.names)
-    if one and other:
-        cluster.network.reset(one[0], other[0])
+    first, other = ([it for it in cluster.processes if it.name == name] for name in broken.names)
+    if first and other:
+        cluster.network.reset(first[0], other[0])
 
 
 def pause(cluster: Cluster, stop: Pause, usurped: list[Client]) -> None:
     """Stop a process for a while, if it is there; who is usurped meanwhile is added to the list."""
-    named = [one for one in cluster.processes if one.name == stop.name and one.alive]
+    named = [field for field in cluster.processes if field.name == stop.name and field.alive]
     for process in named:
         cluster.network.pause(process, stop.seconds)
     if named and stop.is_usurped:
@@ -317,7 +317,7 @@ def drawn(dice: random.Random, workers: int, servers: int) -> Trouble:
     if "usurp" in kinds:
         trouble.pauses.append(Pause(dice.choice(some), moment(), 40.0, is_usurped=True))
     if "clocks" in kinds:
-        trouble.rates = {one: dice.uniform(0.9, 1.1) for one in ["scheduler", *some, *others]}
+        trouble.rates = {item: dice.uniform(0.9, 1.1) for item in ["scheduler", *some, *others]}
     if "kill" in kinds:
         for _ in range(dice.randint(1, 2)):
             trouble.kills.append((moment(), dice.randrange(workers), dice.random() < 0.7))

@@ -203,12 +203,12 @@ class Network:
                 if connection.owner is process:
                     self._break(connection)
 
-    def reset(self, one: Process, other: Process) -> None:
+    def reset(self, first: Process, other: Process) -> None:
         """Break the connections between two processes. What is under way there is lost.
 
         They are whole again at once, but under other routing ids.
         """
-        for source, target in ((one, other), (other, one)):
+        for source, target in ((first, other), (other, first)):
             for connection in source.routes.values():
                 if connection.owner is source and self._other_end(source, connection) is target:
                     self._break(connection)
@@ -342,10 +342,10 @@ class Network:
             if self.now < source.wakes_at and source.alive:
                 self.at(source.wakes_at, leave)
                 return
-            frames = [bytes(head), *(bytes(one) for one in payload)]
+            frames = [bytes(head), *(bytes(frame) for frame in payload)]
             if self.faults.flip:
-                now = packet._replace(payload=tuple([memoryview(one) for one in frames[1:]]))
-                frames = [bytes(one) for one in wire.encode(now, checked=True)]
+                now = packet._replace(payload=tuple([memoryview(frame) for frame in frames[1:]]))
+                frames = [bytes(item) for item in wire.encode(now, checked=True)]
                 if self.random.random() < self.faults.flip:
                     self._flip_bit_of(frames)
             if hold is not None:
@@ -366,7 +366,7 @@ class Network:
         self.at(leaves, leave)
 
     def _flip_bit_of(self, frames: list[bytes]) -> None:
-        place = self.random.choice([at for at, one in enumerate(frames) if one])
+        place = self.random.choice([at for at, item in enumerate(frames) if item])
         frame = bytearray(frames[place])
         frame[self.random.randrange(len(frame))] ^= 1 << self.random.randrange(8)
         frames[place] = bytes(frame)
@@ -410,18 +410,18 @@ class Network:
                     pass
             route = connection.back
             target.routes.setdefault(route, connection)
-        memory = [bytearray(one) for one in frames]
+        memory = [bytearray(frame) for frame in frames]
         if self._view is not None and self._view[0] == frames[0]:
             packet = self._view[1]
         else:
-            received = [Frame(memoryview(one), title) for one in memory]
+            received = [Frame(memoryview(item), title) for item in memory]
             packet = self._spend(target, self._judged, target, route, received)
             if packet is None:
                 return
             if type(packet.message) in (View, ViewChanges):
                 self._view = frames[0], packet
         if self.faults.lent and packet.payload:
-            loans = tuple(Loan(1, 1, 0, len(one)) for one in packet.payload)
+            loans = tuple(Loan(1, 1, 0, len(frame)) for frame in packet.payload)
             packet = packet._replace(loans=loans)
             self._lent.extend(zip(memory, frames, strict=True))
         self.perform(target, target.core.on_packet(route, packet, self.time(target.name)))
@@ -439,7 +439,7 @@ class Network:
                 self._try_again(source, connection, target.wakes_at)
             elif self._shake_hands(connection, target) is Refusal.NOT_YET:
                 oldest = self.now - HANDSHAKE_MAX_S
-                connection.waiting = [one for one in waiting if one[0] > oldest]
+                connection.waiting = [item for item in waiting if item[0] > oldest]
                 if connection.waiting:
                     self._try_again(source, connection, self.now + HANDSHAKE_EVERY_S)
             else:

@@ -47,16 +47,16 @@ def copy_of(image: Snapshot) -> Snapshot:
                         key,
                         portions=tuple(
                             replace(
-                                one,
-                                weight=one.weight.clone(),
-                                state={name: row.clone() for name, row in one.state.items()},
+                                portion,
+                                weight=portion.weight.clone(),
+                                state={name: row.clone() for name, row in portion.state.items()},
                             )
-                            for one in key.portions
+                            for portion in key.portions
                         ),
                     )
                     for key in store.keys
                 ),
-                tables=tuple(replace(one, parts=_copies(one.parts)) for one in store.tables),
+                tables=tuple(replace(table, parts=_copies(table.parts)) for table in store.tables),
             )
             for store in image.stores
         ),
@@ -66,15 +66,15 @@ def copy_of(image: Snapshot) -> Snapshot:
 def _copies(parts: tuple[RowsSnapshot, ...]) -> tuple[RowsSnapshot, ...]:
     return tuple(
         replace(
-            one,
-            ids=one.ids.clone(),
-            stamps=one.stamps.clone(),
+            part,
+            ids=part.ids.clone(),
+            stamps=part.stamps.clone(),
             columns={
-                name: tuple([loaded(row).clone() for row in rows]) for name, rows in one.columns.items()
+                name: tuple([loaded(row).clone() for row in rows]) for name, rows in part.columns.items()
             },
-            counts=one.counts.clone(),
+            counts=part.counts.clone(),
         )
-        for one in parts
+        for part in parts
     )
 
 
@@ -155,8 +155,10 @@ class Shelves:
                 return None
             case FindCuts():
                 cuts = tuple(self._complete(folder, order))
-                held = [{one.store: one.highest for one in folder.manifests[cut][1].stores} for cut in cuts]
-                versions = tuple(one.get(order.store, -1) + 1 for one in held if order.store)
+                held = [
+                    {store.store: store.highest for store in folder.manifests[cut][1].stores} for cut in cuts
+                ]
+                versions = tuple(item.get(order.store, -1) + 1 for item in held if order.store)
                 highest = max(folder.images, default=0)
                 return FoundCuts(cuts, highest, order.for_whom, versions=versions)
             case Read(server, servers, cut, for_whom):
@@ -166,15 +168,15 @@ class Shelves:
         for cut, (job, commit) in sorted(folder.manifests.items()):
             is_ours = look.job in (None, job) and look.tag in ("", commit.tag)
             is_whole = len(commit.images) == look.servers or all(
-                cut in self.folders[one].manifests for one in range(len(commit.images))
+                cut in self.folders[item].manifests for item in range(len(commit.images))
             )
             if is_ours and is_whole:
                 yield cut
 
     def _read(self, server: int, servers: int, cut: int) -> Snapshot:
-        manifests = [one.manifests for one in self.folders.values() if cut in one.manifests]
+        manifests = [folder.manifests for folder in self.folders.values() if cut in folder.manifests]
         written_by = len(manifests[0][cut][1].images)
         if written_by == servers:
             return self.folders[server].images[cut]
-        images = [self.folders[one].images[cut] for one in range(written_by)]
+        images = [self.folders[item].images[cut] for item in range(written_by)]
         return regroup(images, server, servers)

@@ -41,12 +41,15 @@ class Clipped(Job):
         versions = [self.initial()]
         for step in range(self.steps):
             ranks = [self.gradients(rank, step) for rank in range(self.workers)]
-            weights = {name: torch.nn.Parameter(one) for name, one in versions[-1].items()}
+            weights = {name: torch.nn.Parameter(item) for name, item in versions[-1].items()}
             for name in ranks[0]:
-                weights[name].grad = 0.5 * sum(one[name] for one in ranks)  # type: ignore[assignment]
+                weights[name].grad = 0.5 * sum(item[name] for item in ranks)  # type: ignore[assignment]
             torch.nn.utils.clip_grad_norm_(weights.values(), MAX_NORM)
             versions.append(
-                {name: one.detach() + (0 if one.grad is None else one.grad) for name, one in weights.items()}
+                {
+                    name: param.detach() + (0 if param.grad is None else param.grad)
+                    for name, param in weights.items()
+                }
             )
         return versions
 
@@ -126,8 +129,8 @@ def test_weights_are_those_of_one_process_that_clips(seed: int, request: pytest.
             job.workers, job.servers, lambda rank: train(job, rank), seed, job.faults, job.machines
         )
         for at, rank, is_noticed in job.kills:
-            cluster.network.at(at, lambda one=rank, how=is_noticed: cluster.kill(one, how))  # type: ignore[misc]
-            cluster.network.at(at + 20, lambda one=rank: cluster.replace(one))  # type: ignore[misc]
+            cluster.network.at(at, lambda own=rank, how=is_noticed: cluster.kill(own, how))  # type: ignore[misc]
+            cluster.network.at(at + 20, lambda own=rank: cluster.replace(own))  # type: ignore[misc]
         cluster.run()
         for client in cluster.ended_well():
             is_trained(job, client.result)

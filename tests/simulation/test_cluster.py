@@ -60,8 +60,8 @@ def play(job: Job) -> Cluster:
         has_keys=job.seed % 2 == 1,
     )
     for at, rank, is_noticed in job.kills:
-        cluster.network.at(at, lambda one=rank, how=is_noticed: cluster.kill(one, how))  # type: ignore[misc]
-        cluster.network.at(at + 20, lambda one=rank: cluster.replace(one))  # type: ignore[misc]
+        cluster.network.at(at, lambda own=rank, how=is_noticed: cluster.kill(own, how))  # type: ignore[misc]
+        cluster.network.at(at + 20, lambda own=rank: cluster.replace(own))  # type: ignore[misc]
     cluster.run()
     return cluster
 
@@ -106,8 +106,8 @@ def draw(seed: int, kills: bool = True) -> tuple[random.Random, Job]:
 def play_script(job: Job, script: Callable[[int], Script]) -> Cluster:
     cluster = Cluster(job.workers, job.servers, script, job.seed, job.faults)
     for at, rank, is_noticed in job.kills:
-        cluster.network.at(at, lambda one=rank, how=is_noticed: cluster.kill(one, how))  # type: ignore[misc]
-        cluster.network.at(at + 20, lambda one=rank: cluster.replace(one))  # type: ignore[misc]
+        cluster.network.at(at, lambda own=rank, how=is_noticed: cluster.kill(own, how))  # type: ignore[misc]
+        cluster.network.at(at + 20, lambda own=rank: cluster.replace(own))  # type: ignore[misc]
     cluster.run()
     for client in cluster.ended_well():
         assert not client.later, client.later
@@ -311,9 +311,9 @@ def test_a_job_without_faults_leaves_nothing_behind() -> None:
     cluster.run_for(1)
     processes = [cluster.scheduler, *cluster.servers]
     processes += [client.process for client in cluster.clients.values()]
-    assert [one.exit and one.exit.code for one in processes] == [0] * 5
-    assert not any(one.alive for one in processes)
-    levels = [note.split(":")[0] for one in processes for note in one.notes]
+    assert [process.exit and process.exit.code for process in processes] == [0] * 5
+    assert not any(process.alive for process in processes)
+    levels = [note.split(":")[0] for process in processes for note in process.notes]
     assert set(levels) == {"info", "debug"}
 
 

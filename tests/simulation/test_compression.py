@@ -133,7 +133,7 @@ def play(job: Compressed) -> None:
     )
     cluster.run()
     for client in cluster.ended_well():
-        assert all(isinstance(one, Timeout) for one in client.later), client.later
+        assert all(isinstance(item, Timeout) for item in client.later), client.later
         is_trained(job, client.result)
 
 

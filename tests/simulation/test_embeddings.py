@@ -135,8 +135,8 @@ def job_of(seed: int) -> TableJob:
 def play(job: TableJob, script: Any = train) -> Cluster:
     cluster = Cluster(job.workers, job.servers, lambda rank: script(job, rank), job.seed, job.faults)
     for at, rank, is_noticed in job.kills:
-        cluster.network.at(at, lambda one=rank, how=is_noticed: cluster.kill(one, how))  # type: ignore[misc]
-        cluster.network.at(at + 20, lambda one=rank: cluster.replace(one))  # type: ignore[misc]
+        cluster.network.at(at, lambda own=rank, how=is_noticed: cluster.kill(own, how))  # type: ignore[misc]
+        cluster.network.at(at + 20, lambda own=rank: cluster.replace(own))  # type: ignore[misc]
     cluster.run()
     return cluster
 
@@ -148,7 +148,7 @@ def test_all_rows_are_those_of_one_process(seed: int, request: pytest.FixtureReq
     with replayable(request, job):
         cluster = play(job)
         for client in cluster.ended_well():
-            assert all(isinstance(one, Timeout) for one in client.later), client.later
+            assert all(isinstance(item, Timeout) for item in client.later), client.later
             is_whole(job, client.result)
 
 
@@ -332,7 +332,7 @@ def test_all_rows_of_several_tables_are_those_of_one_process(
     with replayable(request, job):
         cluster = play(job, train_all)
         for client in cluster.ended_well():
-            assert all(isinstance(one, Timeout) for one in client.later), client.later
+            assert all(isinstance(item, Timeout) for item in client.later), client.later
             is_trained(job, client.result)
 
 

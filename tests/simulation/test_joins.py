@@ -32,7 +32,7 @@ class Uneven(Job):
 
     def rounds(self) -> list[int]:
         """The number of the first round of each epoch, and of the one behind the last."""
-        return [0, *itertools.accumulate(max(one) for one in self.batches)]
+        return [0, *itertools.accumulate(max(batch) for batch in self.batches)]
 
 
 def drawn(seed: int) -> Uneven:
@@ -123,7 +123,7 @@ def test_each_round_sums_those_who_have_batches(seed: int, request: pytest.Fixtu
         )
         cluster.run()
         for client in cluster.ended_well():
-            assert all(isinstance(one, Timeout) for one in client.later), client.later
+            assert all(isinstance(item, Timeout) for item in client.later), client.later
             assert client.result == cluster.clients[0].result  # all are told the same
 
 
@@ -139,8 +139,8 @@ def test_a_rank_is_away_whichever_process_has_it(seed: int, request: pytest.Fixt
         )
         for _ in range(dice.choice([1, 2, 3])):
             at, rank = dice.random() * dice.choice([1, 10]), dice.randrange(job.workers)
-            cluster.network.at(at, lambda one=rank: cluster.kill(one))  # type: ignore[misc]
-            cluster.network.at(at + 20, lambda one=rank: cluster.replace(one))  # type: ignore[misc]
+            cluster.network.at(at, lambda own=rank: cluster.kill(own))  # type: ignore[misc]
+            cluster.network.at(at + 20, lambda own=rank: cluster.replace(own))  # type: ignore[misc]
         cluster.run()
         for client in cluster.ended_well():
             check(job.rounds()[-1], client.result, expected(job)[-1])
@@ -192,25 +192,25 @@ def test_a_store_joins_by_itself() -> None:
 
     def script(rank: int) -> Script:
         ours, other = Store("ours"), Store("other")
-        one = {"w": torch.ones(3)}
+        item = {"w": torch.ones(3)}
         for store in (ours, other):
             yield from store.open()
             yield from store.init({"w": torch.zeros(3)})
         if rank:
             for _ in range(3):
-                pulled = yield from ours.pushpull(one)
+                pulled = yield from ours.pushpull(item)
                 assert pulled["w"].tolist() == [1.0] * 3  # of this rank alone
             yield from other.barrier()
             yield from ours.join()
-            return (yield from other.pushpull(one))["w"].tolist()
+            return (yield from other.pushpull(item))["w"].tolist()
         with pytest.raises(Timeout, match=r"rank 1 \(alive, last request 1 s ago\) has not joined"):
             yield from Store("ours", timeout_s=1.0).join()
         with pytest.raises(ConfigError, match="has joined"):
-            yield from ours.push(one)
+            yield from ours.push(item)
         yield from other.barrier()
-        yield from other.push(one, wait=True)
+        yield from other.push(item, wait=True)
         yield from ours.join()
-        return (yield from other.pull(one))["w"].tolist()
+        return (yield from other.pull(item))["w"].tolist()
 
     cluster = Cluster(2, 2, script, 0)
     cluster.run(200)

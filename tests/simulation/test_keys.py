@@ -82,7 +82,7 @@ class Stranger:
         if source is self._process or self._dice.random() > 0.3:
             return
         network = self.cluster.network
-        copy = packet._replace(payload=tuple([memoryview(bytes(one)) for one in packet.payload]))
+        copy = packet._replace(payload=tuple([memoryview(bytes(frame)) for frame in packet.payload]))
         network.at(network.now + self._dice.random() * 0.1, lambda: self._say(copy))
 
     def _say(self, packet: Packet) -> None:

@@ -127,7 +127,7 @@ class Machine(RuleBasedStateMachine):
             newest = max(number, self.begun[rank])
             assert torch.all(closed(number) <= hot), f"I3: less than version {number}: {hot}"
             assert torch.all(hot <= closed(newest)), f"I3: more than version {newest}: {hot}"
-            versions = {WORKERS * one for one in range(number, newest + 1)}
+            versions = {WORKERS * item for item in range(number, newest + 1)}
             assert versions.issuperset(even.unique().tolist()), f"I3: no version of these: {even}"
         elif not self.is_hurt:
             assert len(even.unique()) == 1, "torn"

@@ -326,7 +326,9 @@ def test_a_chunk_that_is_cut_differently_is_not_waited_for() -> None:
             yield from kv.barrier()
             begun = clock.now
             gradients = {name: torch.full((size,), 10.0 * step + rank) for name, size in sizes.items()}
-            for part in [gradients] if rank == 0 else [{one: gradients[one]} for one in gradients]:
+            for part in (
+                [gradients] if rank == 0 else [{gradient: gradients[gradient]} for gradient in gradients]
+            ):
                 yield from kv.push(part)
             pulled = yield from kv.pull(gradients)
             for values in pulled.values():

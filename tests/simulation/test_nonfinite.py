@@ -156,12 +156,12 @@ def play(job: Flawed, script) -> Cluster:  # type: ignore[no-untyped-def]
         job.workers, job.servers, lambda rank: script(job, rank), job.seed, job.faults, job.machines
     )
     for at, rank, is_noticed in job.kills:
-        cluster.network.at(at, lambda one=rank, how=is_noticed: cluster.kill(one, how))  # type: ignore[misc]
-        cluster.network.at(at + 20, lambda one=rank: cluster.replace(one))  # type: ignore[misc]
+        cluster.network.at(at, lambda own=rank, how=is_noticed: cluster.kill(own, how))  # type: ignore[misc]
+        cluster.network.at(at + 20, lambda own=rank: cluster.replace(own))  # type: ignore[misc]
     cluster.run()
     for client in cluster.ended_well():
         # Of a pushpull that timed out, the pull after it was told.
-        assert all(isinstance(one, Timeout) for one in client.later), client.later
+        assert all(isinstance(item, Timeout) for item in client.later), client.later
     return cluster
 
 
@@ -190,7 +190,7 @@ def train_async(job: Flawed, rank: int) -> Script:
     # Barriers do not wait for the replacement of a lost worker here; these pulls do.
     weights: Values = {}
     for name, value in job.initial().items():
-        dropped = sum(one == name for _, _, one in job.flaws)
+        dropped = sum(item == name for _, _, item in job.flaws)
         yield from hearing.pull(kv, {name: value})
         least = job.workers * job.steps - dropped
         weights |= yield from kv.pull({name: value}, min_version=least)

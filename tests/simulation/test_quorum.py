@@ -37,7 +37,7 @@ def gradients(job: Job, rank: int, step: int) -> Values:
 
 
 def train(job: Job, rank: int) -> Script:
-    kv, zeros = job.store, {name: 0 * one for name, one in gradients(job, 0, 0).items()}
+    kv, zeros = job.store, {name: 0 * item for name, item in gradients(job, 0, 0).items()}
     yield from kv.open()
     yield from kv.init(zeros)
     yield from kv.set_optimizer("sgd", lr=1.0)
@@ -78,7 +78,7 @@ def test_each_push_counts_once_or_late_or_not_at_all(seed: int, request: pytest.
         for client in cluster.ended_well():
             judge(job, client.result)  # type: ignore[arg-type]
         results = [client.result for client in cluster.clients.values()]
-        assert all(torch.equal(one["hot"], results[0]["hot"]) for one in results)  # type: ignore[index,call-overload]
+        assert all(torch.equal(result["hot"], results[0]["hot"]) for result in results)  # type: ignore[index,call-overload]
 
 
 def smallest(late: str) -> Job:

@@ -146,7 +146,7 @@ class Supervisor:
     def kill_both(self, names: tuple[str, str]) -> None:
         """Kill two processes when there is a cut, and start them again before anybody knows of it."""
         cluster = self._cluster
-        running = [one for one in map(self._process, names) if one is not None and one.alive]
+        running = [item for item in map(self._process, names) if item is not None and item.alive]
         if cluster.is_done:
             return
         if len(running) < len(names) or not cluster.scheduler.alive or not self._has_cut:
@@ -159,15 +159,15 @@ class Supervisor:
             self._start(name)
 
     def _process(self, name: str) -> Process | None:
-        return next((one for one in self._cluster.processes if one.name == name), None)
+        return next((process for process in self._cluster.processes if process.name == name), None)
 
     def _start(self, name: str) -> None:
         kind, _, rank = name.partition(" ")
         process = self._process(name)
         if self._cluster.is_done or process is None or process.alive:
             return
-        ended = [one for one in self._cluster.clients.values() if one.done_at is not None]
-        if process in [one.process for one in ended]:
+        ended = [client for client in self._cluster.clients.values() if client.done_at is not None]
+        if process in [item.process for item in ended]:
             return
         if kind == "scheduler":
             self._cluster.start_scheduler()
@@ -179,7 +179,7 @@ class Supervisor:
     def _look(self) -> None:
         """Start again what ended by itself while the job goes on: it came too early, say."""
         cluster = self._cluster
-        for process in [*cluster.servers, *[one.process for one in cluster.clients.values()]]:
+        for process in [*cluster.servers, *[client.process for client in cluster.clients.values()]]:
             if not process.alive and process.exit is not None and process.exit.code:
                 code, why = process.exit.code, process.exit.reason
                 assert code != EXIT_CONFIG, f"nothing would start {process.name} again: {why}"
@@ -196,7 +196,7 @@ def play(
 
     def check_all(step: int, values: Values, expected: Values) -> None:
         """Check values, unless rounds were repeated without a worker that had left when a server was lost."""
-        notes = [note for one in cluster.schedulers for note in one.notes]
+        notes = [note for scheduler in cluster.schedulers for note in scheduler.notes]
         if not any("repeated without" in note for note in notes):
             check(step, values, expected)
 
@@ -241,8 +241,8 @@ def test_pairs_that_are_killed_and_started_again_at_once(seed: int, request: pyt
     names += ["scheduler", *(f"worker {rank}" for rank in range(job.workers))]
     campaign.losses, campaign.full = [], []
     for _ in range(dice.randint(1, 3)):
-        one, other = dice.sample(names, 2)
-        campaign.pairs.append((dice.random() * 20, (one, other)))
+        first, other = dice.sample(names, 2)
+        campaign.pairs.append((dice.random() * 20, (first, other)))
     with replayable(request, campaign):
         play(campaign)
 

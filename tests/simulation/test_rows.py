@@ -39,7 +39,7 @@ class TableJob(Job):
         rows, width = self.shapes[name]
         count, bound = rows * width, self.store.bigarray_bound
         cut = parts(name, count, self.servers, bound, width)
-        return all(one.start % width == 0 for one in cut)
+        return all(item.start % width == 0 for item in cut)
 
     def pushed(self, rank: int, step: int) -> tuple[Tables, Values]:
         """What a rank pushes in a step, the same whenever it is asked: rows, and whole tables."""

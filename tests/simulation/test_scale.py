@@ -131,38 +131,38 @@ def test_cost_per_worker_stays_the_same_as_the_cluster_grows(workers: int, serve
     sys.stdout.write("\n".join(["", *table, ""]))
 
 
-def in_rounds(one: Seen) -> None:
+def in_rounds(seen: Seen) -> None:
     # Keys of one server travel together; with more servers, up to one message for each key.
-    pushes = one.per_round("Push")
+    pushes = seen.per_round("Push")
     assert 1 <= pushes <= len(KEYS)
-    assert one.per_round("Pulled") == pushes
-    assert one.per_round(*OF_A_ROUND) <= 3 * pushes  # an ACK each, but for the last of a round
-    assert one.per_round(*OF_THE_SCHEDULER) <= 2 + 2 / ROUNDS  # some begin before others heard
-    assert one.in_rounds["View"] == one.in_rounds["ViewChanges"] == 0
-    assert one.in_rounds["Hello"] == 0
+    assert seen.per_round("Pulled") == pushes
+    assert seen.per_round(*OF_A_ROUND) <= 3 * pushes  # an ACK each, but for the last of a round
+    assert seen.per_round(*OF_THE_SCHEDULER) <= 2 + 2 / ROUNDS  # some begin before others heard
+    assert seen.in_rounds["View"] == seen.in_rounds["ViewChanges"] == 0
+    assert seen.in_rounds["Hello"] == 0
 
 
-def around_them(one: Seen) -> None:
+def around_them(seen: Seen) -> None:
     """Joining and leaving."""
-    members = one.workers + one.servers
+    members = seen.workers + seen.servers
     # A HELLO to each server, one to the scheduler, and perhaps another while it waits.
-    assert one.carried["Hello"] <= members * one.servers + 2 * members
+    assert seen.carried["Hello"] <= members * seen.servers + 2 * members
     # One when all are here, and what the pace allows while all leave at once.
-    assert one.carried["View"] + one.carried["ViewChanges"] <= 25 * members
-    assert one.carried["Leave"] == one.carried["Left"] == one.workers
+    assert seen.carried["View"] + seen.carried["ViewChanges"] <= 25 * members
+    assert seen.carried["Leave"] == seen.carried["Left"] == seen.workers
 
 
-def line(one: Seen) -> str:
-    members = one.workers + one.servers
+def line(seen: Seen) -> str:
+    members = seen.workers + seen.servers
     figures = [
-        *(one.per_round(name) for name in ("Push", "Ack", "Pulled")),
-        one.per_round(*OF_THE_SCHEDULER),
-        (one.carried["View"] + one.carried["ViewChanges"]) / members,
-        one.carried["Hello"] / members,
-        one.virtual_s,
-        *(one.spent_us[role] for role in ("worker", "server", "scheduler")),
+        *(seen.per_round(name) for name in ("Push", "Ack", "Pulled")),
+        seen.per_round(*OF_THE_SCHEDULER),
+        (seen.carried["View"] + seen.carried["ViewChanges"]) / members,
+        seen.carried["Hello"] / members,
+        seen.virtual_s,
+        *(seen.spent_us[role] for role in ("worker", "server", "scheduler")),
     ]
-    return f"| {one.workers:,} | {one.servers} | " + " | ".join(f"{x:.2f}" for x in figures) + " |"
+    return f"| {seen.workers:,} | {seen.servers} | " + " | ".join(f"{x:.2f}" for x in figures) + " |"
 
 
 # --- the scheduler by itself ----------------------------------------------------------------------
@@ -219,7 +219,7 @@ class Full:
 
     def say(self, name: str, envelope: Envelope, message: Any) -> list[Send]:
         effects = taken(self.core, self.core.on_packet(name.encode(), Packet(envelope, message), self.now))
-        return [one for one in effects if isinstance(one, Send)]
+        return [effect for effect in effects if isinstance(effect, Send)]
 
     def of(self, rank: int, seq: int = 0) -> Envelope:
         life = self.lives[f"{Role.WORKER} {rank}"]
@@ -241,17 +241,17 @@ def copy(workers: int, servers: int) -> Full:
 def test_a_beat_and_a_barrier_take_the_scheduler_the_same_work_for_each_worker() -> None:
     work = []
     for workers, servers in SIZES:
-        one = full(workers, servers)
+        item = full(workers, servers)
         with counted() as steps:
             for rank in range(workers):
-                one.worker(rank, Beat(1))
-                one.worker(rank, Barrier("kv", "b", 0), seq=1)
+                item.worker(rank, Beat(1))
+                item.worker(rank, Barrier("kv", "b", 0), seq=1)
         work.append(steps.count / workers)
     assert work[-1] < 1.1 * work[0], work
     began = time.thread_time_ns()
     for rank in range(workers):
-        beat = wire.encode(Packet(one.of(rank), Beat(2)))
-        for answer in one.worker(rank, wire.decode(beat).message):
+        beat = wire.encode(Packet(item.of(rank), Beat(2)))
+        for answer in item.worker(rank, wire.decode(beat).message):
             wire.encode(answer.packet)
     beat_us = (time.thread_time_ns() - began) / 1000 / workers
     sys.stdout.write(f"\na beat and its answer, encoded and decoded: {beat_us:.0f} us\n")
@@ -260,11 +260,11 @@ def test_a_beat_and_a_barrier_take_the_scheduler_the_same_work_for_each_worker()
 def test_a_loss_and_a_join_cost_a_message_and_the_same_work_for_each_member() -> None:
     work = []
     for workers, servers in SIZES:
-        one, members = copy(workers, servers), workers + servers
+        full, members = copy(workers, servers), workers + servers
         with counted() as steps:
-            lost = one.worker(3, Leave(False, 9, True, "killed"))
-            one.now += 5
-            joined = one.join(Role.WORKER, 3, pid=2)
+            lost = full.worker(3, Leave(False, 9, True, "killed"))
+            full.now += 5
+            joined = full.join(Role.WORKER, 3, pid=2)
         assert sum(isinstance(send.packet.message, View | ViewChanges) for send in lost) == members
         assert len(lost) <= members + 1
         assert len(joined) <= members + 2
@@ -275,24 +275,24 @@ def test_a_loss_and_a_join_cost_a_message_and_the_same_work_for_each_member() ->
 @pytest.mark.parametrize("what", ["join", "leave"])
 def test_if_all_change_at_once_each_member_hears_of_it_a_few_times(what: str) -> None:
     for workers, servers in SIZES:
-        one, members = copy(workers, servers), workers + servers
-        views, begun = 0, one.now
+        full, members = copy(workers, servers), workers + servers
+        views, begun = 0, full.now
         for rank in range(1, min(workers, 300)):
-            said = one.worker(rank, Leave(what == "leave", 9, True, ""))
+            said = full.worker(rank, Leave(what == "leave", 9, True, ""))
             if what == "join":
-                said += one.join(Role.WORKER, rank, pid=2)
+                said += full.join(Role.WORKER, rank, pid=2)
             views += sum(isinstance(send.packet.message, View | ViewChanges) for send in said)
-            one.now += 0.001
-        while one.core.job.is_untold:
-            due = one.core.deadline()
+            full.now += 0.001
+        while full.core.job.is_untold:
+            due = full.core.deadline()
             assert due is not None
-            one.now = max(one.now, due)
-            effects = taken(one.core, one.core.on_timer(one.now))
+            full.now = max(full.now, due)
+            effects = taken(full.core, full.core.on_timer(full.now))
             views += sum(isinstance(o.packet.message, View | ViewChanges) for o in effects if type(o) is Send)
-        one.core.check()
-        assert not one.core.job.is_untold, "the last change is told to all"
+        full.core.check()
+        assert not full.core.job.is_untold, "the last change is told to all"
         # What the pace allows, the one that goes beyond it, and those that come with a WELCOME.
-        allowed = ROWS_PER_S * (one.now - begun + AHEAD_S) / (members * ROWS_OF_A_MESSAGE) + 1.1
+        allowed = ROWS_PER_S * (full.now - begun + AHEAD_S) / (members * ROWS_OF_A_MESSAGE) + 1.1
         assert views <= allowed * members + (workers if what == "join" else 0)
 
 
@@ -303,16 +303,16 @@ def test_a_loss_costs_each_member_some_octets_however_many_there_are(
 ) -> None:
     """10,000 seats do not fit into a job yet: the answer to a status query has to fit into a head."""
     monkeypatch.setattr(seat, "SEATS_MAX", 10_000)
-    one, members = Full(workers, servers), workers + servers
+    full, members = Full(workers, servers), workers + servers
     for change in (Leave(False, -9, True, "killed by SIGKILL"), Leave(True, 0, True, "")):
-        said = one.worker(3 if change.exit_code else 4, change)
+        said = full.worker(3 if change.exit_code else 4, change)
         news = [
             wire.encode(send.packet) for send in said if isinstance(send.packet.message, View | ViewChanges)
         ]
         assert len(news) == members
         assert max(sum(map(len, frames)) for frames in news) <= 200
-        one.now += 5
-    joined = one.join(Role.WORKER, 3, pid=2)
+        full.now += 5
+    joined = full.join(Role.WORKER, 3, pid=2)
     views = [
         wire.encode(send.packet) for send in joined if isinstance(send.packet.message, View | ViewChanges)
     ]
@@ -325,9 +325,9 @@ def test_a_member_takes_the_same_octets_of_a_view_however_many_there_are() -> No
     """One of all 1,500 seats still fits into a head: ``tests/unit/core/scheduler/test_job.py``."""
     octets = []
     for workers, servers in SIZES:
-        one = full(workers, servers)
+        item = full(workers, servers)
         envelope = Envelope(JOB, 1, Role.SCHEDULER, 0, 0, 0)
-        (head,) = wire.encode(Packet(envelope, one.core.job.view(one.now)))
+        (head,) = wire.encode(Packet(envelope, item.core.job.view(item.now)))
         assert len(head) <= wire.HEAD_BYTES_MAX
         octets.append(len(head) / (workers + servers))
     assert max(octets) < 1.3 * min(octets), octets

@@ -75,8 +75,8 @@ def a_join(job: Job, rank: int) -> Script:
 
 
 MISTAKES: dict[str, Mistake] = {
-    one.__name__: one
-    for one in (a_barrier, two_barriers, two_keys, a_step_less, a_key_that_rank_0_lacks, a_broadcast, a_join)
+    item.__name__: item
+    for item in (a_barrier, two_barriers, two_keys, a_step_less, a_key_that_rank_0_lacks, a_broadcast, a_join)
 }
 
 
@@ -115,8 +115,8 @@ def test_standstill_is_told_to_all_workers(seed: int, mistake: str, request: pyt
         jitter_s=dice.choice([0.0, 0.1, 0.5]),
         in_order=dice.random() < 0.3,
     )
-    names = ["scheduler", *(f"worker {one}" for one in range(job.workers))]
-    rates = {one: dice.uniform(0.9, 1.1) for one in names} if dice.random() < 0.5 else {}
+    names = ["scheduler", *(f"worker {item}" for item in range(job.workers))]
+    rates = {name: dice.uniform(0.9, 1.1) for name in names} if dice.random() < 0.5 else {}
     began: dict[int, float] = {}
 
     def script(rank: int) -> Script:
@@ -237,8 +237,8 @@ def test_job_is_not_told_while_replacements_catch_up(seed: int, request: pytest.
         cluster.network.overhears = Witness()
         for at in (1.0, 8.0, 40.0):
             rank = dice.randrange(job.workers)
-            cluster.network.at(at, lambda one=rank: cluster.kill(one))  # type: ignore[misc]
-            cluster.network.at(at + 3, lambda one=rank: cluster.replace(one))  # type: ignore[misc]
+            cluster.network.at(at, lambda own=rank: cluster.kill(own))  # type: ignore[misc]
+            cluster.network.at(at + 3, lambda own=rank: cluster.replace(own))  # type: ignore[misc]
         cluster.run(3_000)
         for client in cluster.ended_well():
             test_resume.is_trained(job, client.result)

@@ -63,15 +63,15 @@ def judge(cluster: Cluster, usurped: list[Client], trouble: Trouble) -> None:
         is_open = [span for chunk in chunks for span in chunk.spans if span.is_open]
         assert not is_open, f"I7: {server.name} keeps gradients of rounds that are over"
     if "usurp" not in trouble.kinds:
-        for one in (one for some in cluster.started.values() for one in some):
-            code = one.process.exit.code if one.process.exit else 0
+        for field in (item for some in cluster.started.values() for item in some):
+            code = field.process.exit.code if field.process.exit else 0
             assert code != EXIT_CONFIG, (
-                f"nothing would start {one.process.name} again: {one.process.exit.reason}"
+                f"nothing would start {field.process.name} again: {field.process.exit.reason}"
             )
     if set(trouble.kinds) <= set(HARMLESS):
-        for one in (cluster.scheduler, *cluster.servers):
-            assert one.exit is not None, f"I13: {one.name} did not end"
-            assert one.exit.code == 0, f"I13: {one.name} ended with {one.exit}"
+        for field in (cluster.scheduler, *cluster.servers):
+            assert field.exit is not None, f"I13: {field.name} did not end"
+            assert field.exit.code == 0, f"I13: {field.name} ended with {field.exit}"
 
 
 def is_harmless(late: KvpsError) -> bool:

@@ -17,7 +17,7 @@ class Witness:
 
     def __call__(self, source: Process, packet: Packet) -> None:
         if isinstance(packet.message, Pulled) and source.name.startswith("server"):
-            self._read(packet.message, b"".join(bytes(one) for one in packet.payload))
+            self._read(packet.message, b"".join(bytes(frame) for frame in packet.payload))
         if isinstance(packet.message, Beat) and source.name == "scheduler":
             beat = packet.message
             assert not beat.standstill, f"I16: told of a standstill that is none: {beat.reason}"

@@ -71,16 +71,16 @@ def alone(passes: int = 1, factor: float = 1.0, steps: int = 3) -> torch.nn.Modu
     optimizer = sgd(model)
     for step in range(steps):
         optimizer.zero_grad()
-        for one in range(passes):
+        for item in range(passes):
             for rank in range(2):
-                (loss_of(model, batch(rank, step * passes + one)) * factor / 2).backward()
+                (loss_of(model, batch(rank, step * passes + item)) * factor / 2).backward()
         optimizer.step()
     return model
 
 
 def close(found: torch.nn.Module, wanted: torch.nn.Module, atol: float = 1e-6) -> None:
-    for one, other in zip(found.parameters(), wanted.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=atol)
+    for item, other in zip(found.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(item, other, rtol=0, atol=atol)
 
 
 def given(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -96,9 +96,9 @@ def equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
 def check_collectives(rank: int, dtype: torch.dtype, *shape: int) -> None:
     """Compare each collective with what follows from the tensors of all ranks."""
     size = hvd.size()
-    every = [given(one, dtype, *shape) for one in range(size)]
+    every = [given(item, dtype, *shape) for item in range(size)]
     mine = every[rank].clone()
-    whole = torch.stack([one.to(torch.float64) for one in every])
+    whole = torch.stack([item.to(torch.float64) for item in every])
     _check_reductions(mine, whole)
     equal(mine, every[rank])
     for root in range(size):
@@ -108,13 +108,13 @@ def check_collectives(rank: int, dtype: torch.dtype, *shape: int) -> None:
         equal(place, every[root])
     if not shape or shape[0] < size:
         return
-    uneven = [given(one, dtype, one + 1, *shape[1:]) for one in range(size)]
+    uneven = [given(item, dtype, item + 1, *shape[1:]) for item in range(size)]
     equal(hvd.allgather(uneven[rank]), torch.cat(uneven))
-    rows = [shape[0] // size + (one < shape[0] % size) for one in range(size)]
+    rows = [shape[0] // size + (item < shape[0] % size) for item in range(size)]
     equal(hvd.reducescatter(mine, op=hvd.Sum), whole.sum(0).to(dtype).split(rows)[rank])
     splits = torch.tensor([shape[0] - size + 1, *[1] * (size - 1)])
     found, received = hvd.alltoall(mine, splits)
-    equal(found, torch.cat([one.split(splits.tolist())[rank] for one in every]))
+    equal(found, torch.cat([item.split(splits.tolist())[rank] for item in every]))
     assert received.tolist() == [int(splits[rank])] * size
 
 

@@ -153,7 +153,7 @@ class ForkServer:
         """Fork a process that runs ``argv``; its output goes to the files ``out`` and ``err``."""
         request = {"argv": argv, "env": env, "cwd": str(cwd), "tests": None}
         with open(os.devnull) as nothing, out.open("wb") as to_out, err.open("wb") as to_err:
-            stdio = [one.fileno() for one in (nothing, to_out, to_err)]
+            stdio = [item.fileno() for item in (nothing, to_out, to_err)]
             socket.send_fds(self._socket, [json.dumps(request).encode()], stdio)
             while not self._started:
                 self.hear(None)
@@ -266,8 +266,8 @@ class Forks:
         can = program_of(argv, env, self._at_import, cwd) is not None
         pid = os.fork() if can else None
         if pid == 0:
-            for one in (self._listener, *self._clients):
-                one.close()
+            for item in (self._listener, *self._clients):
+                item.close()
             for number, source in enumerate(fds[:3]):
                 os.dup2(source, number)
             for place in fds[3:]:
@@ -294,11 +294,11 @@ class Forks:
                 if pid == 0:
                     return
                 tests = self._held.pop(pid, None)
-                told = [one for one in self._clients if _pid_of(one) == tests]
+                told = [item for item in self._clients if _pid_of(item) == tests]
                 if (client := self._owners.pop(pid, None)) is not None:
                     told.append(client)
-                for one in told:
-                    _tell(one, [pid, status, used.ru_utime + used.ru_stime])
+                for effect in told:
+                    _tell(effect, [pid, status, used.ru_utime + used.ru_stime])
 
     def _forget(self, client: socket.socket) -> None:
         self._clients.discard(client)

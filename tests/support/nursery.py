@@ -72,7 +72,7 @@ def _replace_popen(channel: socket.socket, at_import: dict[str, str]) -> None:
                 "stdio": [given["p2cread"], given["c2pwrite"], given["errwrite"]],
                 "keeps": sorted(given["pass_fds"]),
                 "leads": bool(given["start_new_session"]),
-                "ignores": [one for one in ASKED if signal.getsignal(one) == signal.SIG_IGN],
+                "ignores": [item for item in ASKED if signal.getsignal(item) == signal.SIG_IGN],
                 "before": base64.b64encode(pickle.dumps(given["preexec_fn"])).decode(),
             }
             while not _is_sent(channel, request):
@@ -88,7 +88,7 @@ def _replace_popen(channel: socket.socket, at_import: dict[str, str]) -> None:
 def _is_sent(channel: socket.socket, request: dict[str, Any]) -> bool:
     """Send a request with all descriptors that are open; return whether all still were."""
     numbers = sorted(int(name) for name in os.listdir("/proc/self/fd"))
-    numbers = [one for one in numbers if one != channel.fileno() and _is_open(one)]
+    numbers = [number for number in numbers if number != channel.fileno() and _is_open(number)]
     try:
         socket.send_fds(channel, [json.dumps(request | {"numbers": numbers}).encode()], numbers)
     except OSError as error:

@@ -94,7 +94,7 @@ def program_of(
     """
     if variables_at_import({**env, "PYTHONPATH": ""}) != {**at_import, "PYTHONPATH": ""}:
         return None
-    path, known = (one.get("PYTHONPATH", "").split(os.pathsep) for one in (env, at_import))
+    path, known = (item.get("PYTHONPATH", "").split(os.pathsep) for item in (env, at_import))
     if path[-len(known) :] != known:
         return None
     folders = tuple(path[: -len(known)])
@@ -164,7 +164,7 @@ def show(argv: Sequence[str], env: Sequence[str]) -> None:
     Both are memory of the process. The first of these processes was started with room in it.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    starts_and_ends = [int(one) for one in fields[45:49]]  # fields 48 to 51 of proc(5)
+    starts_and_ends = [int(field) for field in fields[45:49]]  # fields 48 to 51 of proc(5)
     for words, start, end in ((argv, *starts_and_ends[:2]), (env, *starts_and_ends[2:])):
         content = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start - 1]
         ctypes.memset(start, 0, end - start)

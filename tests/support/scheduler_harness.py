@@ -71,9 +71,9 @@ class Stage:
 
     def attach(self, route: str, to: str, **more: object) -> list[Effect]:
         """Say HELLO along ``route`` with the identity that peer ``to`` has."""
-        one = self.peers[to]
-        self.peers[route] = Peer(one.role, one.job, 0, None, one.rank, one.incarnation)
-        return self.hello(route, one.role.name, one.rank, **more)
+        member = self.peers[to]
+        self.peers[route] = Peer(member.role, member.job, 0, None, member.rank, member.incarnation)
+        return self.hello(route, member.role.name, member.rank, **more)
 
     def beat(self, route: str, progress: int | None = None) -> list[Effect]:
         """Say that ``route`` has made so many calls; without a number, no more than before."""
@@ -131,7 +131,7 @@ class Stage:
             self.now = min(end, next_beat, end if due is None else max(due, self.now))
             for route in beating:
                 heard = self.beat(route)
-                effects += [one for one in heard if not is_sent(one, Beat)]
+                effects += [item for item in heard if not is_sent(item, Beat)]
             if due is not None and self.now >= due:
                 effects += self.take(self.scheduler.on_timer(self.now))
             if self.now >= end:
@@ -215,22 +215,22 @@ def is_sent(effect: Effect, cls: type[Message], route: str | None = None) -> boo
 def sent(effects: Iterable[Effect], cls: type[M], route: str | None = None) -> list[M]:
     """The messages of one class that are sent (along one route)."""
     return [
-        one.packet.message  # type: ignore[misc]
-        for one in effects
-        if isinstance(one, Send) and is_sent(one, cls, route)
+        effect.packet.message  # type: ignore[misc]
+        for effect in effects
+        if isinstance(effect, Send) and is_sent(effect, cls, route)
     ]
 
 
 def told(effects: Iterable[Effect], cls: type[Message]) -> list[str]:
     """The routes along which messages of one class are sent."""
-    return [str(one.to) for one in effects if isinstance(one, Send) and is_sent(one, cls)]
+    return [str(effect.to) for effect in effects if isinstance(effect, Send) and is_sent(effect, cls)]
 
 
 def notes(effects: Iterable[Effect]) -> list[str]:
     """The facts that were reported."""
-    return [f"{one.level}: {one.text}" for one in effects if isinstance(one, Note)]
+    return [f"{effect.level}: {effect.text}" for effect in effects if isinstance(effect, Note)]
 
 
 def exits(effects: Iterable[Effect]) -> list[Exit]:
     """The ends that were asked for."""
-    return [one for one in effects if isinstance(one, Exit)]
+    return [effect for effect in effects if isinstance(effect, Exit)]

@@ -37,12 +37,12 @@ def metrics(url: str, words: Sequence[str] = ("",)) -> Samples:
     """Return all samples of a process whose names have one of these ``words``."""
     status, text = get(f"{url}/metrics")
     assert status == 200
-    text = "".join([line for line in text.splitlines(True) if any(one in line for one in words)])
+    text = "".join([line for line in text.splitlines(True) if any(word in line for word in words)])
     return {
-        (one.name, ",".join(one.labels.values())): one.value
+        (sample.name, ",".join(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(text)
-        for one in family.samples
-        if not one.name.endswith("_created")
+        for sample in family.samples
+        if not sample.name.endswith("_created")
     }
 
 
@@ -52,7 +52,7 @@ def change(url: str, before: Samples) -> Samples:
     return {
         at: now[at] - before.get(at, 0)
         for at in now
-        if any(one in at[0] for one in REFUSALS) and now[at] != before.get(at, 0)
+        if any(item in at[0] for item in REFUSALS) and now[at] != before.get(at, 0)
     }
 
 

@@ -92,7 +92,7 @@ def manifest_of(
     cut: int, shelves: Sequence[CheckpointDirectory], images: Sequence[Snapshot], tag: str = ""
 ) -> Manifest:
     """Write images to the shelves of their servers; return the manifest, which is not written."""
-    written = [shelf.write(cut, one) for shelf, one in zip(shelves, images, strict=True)]
+    written = [shelf.write(cut, item) for shelf, item in zip(shelves, images, strict=True)]
     servers = len(images)
     return Manifest(
         cut=cut,
@@ -100,7 +100,7 @@ def manifest_of(
         epoch=3,
         workers=4,
         version="0.1.0",
-        images=tuple(ImageFile(image_name(server, servers), *one) for server, one in enumerate(written)),
+        images=tuple(ImageFile(image_name(server, servers), *item) for server, item in enumerate(written)),
         stores=together(map(holdings, images)),
         tag=tag,
     )
@@ -118,16 +118,16 @@ def put(
     return manifest
 
 
-def same(one: Snapshot, other: Snapshot) -> bool:
+def same(first: Snapshot, other: Snapshot) -> bool:
     """Whether two images are equal, tensors and types of tensors included."""
-    return _plain(one) == _plain(other)
+    return _plain(first) == _plain(other)
 
 
-def _plain(one: Snapshot) -> object:
+def _plain(snapshot: Snapshot) -> object:
     def tensor(given: torch.Tensor) -> object:
         return str(given.dtype), tuple(given.shape), given.tolist()
 
-    return (one.server, one.servers), [
+    return (snapshot.server, snapshot.servers), [
         (
             (store.opened, store.hyper, store.sent_hyper, store.sent_lr),
             (store.optimize_calls, store.rate_calls),
@@ -147,15 +147,15 @@ def _plain(one: Snapshot) -> object:
                 for key in store.keys
             ],
         )
-        for store in one.stores
+        for store in snapshot.stores
     ]
 
 
 def elements(images: Sequence[Snapshot]) -> dict[tuple[str, str], list[object]]:
     """Each element of each key with everything that is known of it, in order."""
     found: dict[tuple[str, str], list[tuple[object, ...]]] = {}
-    for one in images:
-        for store in one.stores:
+    for image in images:
+        for store in image.stores:
             for key in store.keys:
                 rows = found.setdefault((store.name, key.name), [])
                 for portion in key.portions:
@@ -185,9 +185,9 @@ def together(some: Iterable[Mapping[str, StoreVersions]]) -> dict[str, StoreVers
     """Return what all servers hold of each store."""
     found: dict[str, StoreVersions] = {}
     for each in some:
-        for name, one in each.items():
-            sofar = found.get(name, one._replace(keys=0))
+        for name, item in each.items():
+            sofar = found.get(name, item._replace(keys=0))
             found[name] = StoreVersions(
-                sofar.keys + one.keys, min(sofar.lowest, one.lowest), max(sofar.highest, one.highest)
+                sofar.keys + item.keys, min(sofar.lowest, item.lowest), max(sofar.highest, item.highest)
             )
     return found

@@ -59,9 +59,9 @@ class Summary:
         """Return a line per folder, then one per reason for which tests were skipped."""
         found = []
         for folder, counts in sorted(self._counts.items()):
-            told = [f"{counts[one]:,} {one}" for one in ("passed", "failed", "skipped") if counts[one]]
+            told = [f"{counts[item]:,} {item}" for item in ("passed", "failed", "skipped") if counts[item]]
             found.append(f"{folder:<20} {', '.join(told)}; {counts['ms'] / 1000:,.0f} s of tests")
-        reasons = sorted(self._reasons.items(), key=lambda one: (-one[1], one[0]))
+        reasons = sorted(self._reasons.items(), key=lambda item: (-item[1], item[0]))
         return found + [f"{count:>4} skipped: {reason}" for reason, count in reasons]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

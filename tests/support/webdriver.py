@@ -72,14 +72,16 @@ class Browser:
     def console(self) -> list[str]:
         """Return the errors since the last call."""
         lines = self._ask("POST", f"{self._session}/se/log", {"type": "browser"})
-        return [one["message"] for one in lines if one["level"] == "SEVERE"]
+        return [line["message"] for line in lines if line["level"] == "SEVERE"]
 
     def requests(self) -> list[str]:
         """Return the addresses that were asked for since the last call."""
         lines = self._ask("POST", f"{self._session}/se/log", {"type": "performance"})
-        events = [json.loads(one["message"])["message"] for one in lines]
+        events = [json.loads(line["message"])["message"] for line in lines]
         return [
-            one["params"]["request"]["url"] for one in events if one["method"] == "Network.requestWillBeSent"
+            event["params"]["request"]["url"]
+            for event in events
+            if event["method"] == "Network.requestWillBeSent"
         ]
 
     def screenshot(self, path: Path) -> None:

@@ -18,61 +18,61 @@ HOT = torch.arange(40.0)
 
 
 def bench(rank: int = 0, memory: Memory = PRIVATE, **options: object) -> Bench:
-    one = Bench(rank=rank, memory=memory)
-    one.open(**options)
-    return one
+    worker = Bench(rank=rank, memory=memory)
+    worker.open(**options)
+    return worker
 
 
 def ready(rank: int = 0, memory: Memory = PRIVATE, **options: object) -> Bench:
     """With one key, ``w``, of which server 0 has 16 elements and server 1 the other 24."""
-    one = bench(rank, memory, **options)
-    one.init({"w": HOT})
-    return one
+    worker = bench(rank, memory, **options)
+    worker.init({"w": HOT})
+    return worker
 
 
-def chunk(one: Bench, server: int) -> int:
+def chunk(worker: Bench, server: int) -> int:
     """The chunk of ``w`` on a server."""
-    return one.core.stores["kv"].key("w").pieces[server].chunk
+    return worker.core.stores["kv"].key("w").pieces[server].chunk
 
 
-def stood(one: Bench, seq: int, server: int, version: int, owed: int = 0) -> None:
+def stood(worker: Bench, seq: int, server: int, version: int, owed: int = 0) -> None:
     """Answer a pull of ``w`` without values."""
     size = (16, 24)[server]
     runs = (Stand(0, size, version, owed),)
-    one.server(server, Pulled(seq, chunk(one, server), FLOAT, False, runs))
+    worker.server(server, Pulled(seq, chunk(worker, server), FLOAT, False, runs))
 
 
-def pulled(one: Bench, seq: int, server: int, version: int, value: float = 0.0) -> None:
+def pulled(worker: Bench, seq: int, server: int, version: int, value: float = 0.0) -> None:
     """Answer a pull of ``w``."""
     size = (16, 24)[server]
     runs = (Stand(0, size, version, 0),)
-    answer = Pulled(seq, chunk(one, server), FLOAT, True, runs)
-    one.server(server, answer, torch.full((size,), value))
+    answer = Pulled(seq, chunk(worker, server), FLOAT, True, runs)
+    worker.server(server, answer, torch.full((size,), value))
 
 
-def resumed(one: Bench, *known: HistoryIs, replaced: bool = True, **barriers: int) -> None:
+def resumed(worker: Bench, *known: HistoryIs, replaced: bool = True, **barriers: int) -> None:
     """Answer RESUME, and HISTORY server by server; ``seq`` is filled in."""
-    one.scheduler(Resumed(one.seqs(Resume)[-1], replaced, barriers))
+    worker.scheduler(Resumed(worker.seqs(Resume)[-1], replaced, barriers))
     for server, answer in enumerate(known):
-        one.server(server, replace(answer, seq=one.seqs(History, server)[-1]))
+        worker.server(server, replace(answer, seq=worker.seqs(History, server)[-1]))
 
 
 def small(**options: object) -> Bench:
     """One server, one key ``w`` of 4 elements in chunk 1."""
-    one = Bench(servers=1)
-    one.open(**options)
-    one.init({"w": torch.zeros(4)})
-    return one
+    worker = Bench(servers=1)
+    worker.open(**options)
+    worker.init({"w": torch.zeros(4)})
+    return worker
 
 
-def answer(one: Bench, seq: int, value: float, version: int = 1) -> None:
+def answer(worker: Bench, seq: int, value: float, version: int = 1) -> None:
     answer = Pulled(seq, 1, FLOAT, True, (Stand(0, 4, version, 0),))
-    one.server(0, answer, torch.full((4,), value))
+    worker.server(0, answer, torch.full((4,), value))
 
 
-def step(one: Bench, *names: str) -> None:
+def step(worker: Bench, *names: str) -> None:
     """Push each of these keys, and let the server take it in."""
     for name in names:
-        ticket = one.call(push({name: torch.ones(4)}))
-        one.ack(0, one.seqs(Push)[-1])
-        assert one.is_done(ticket)
+        ticket = worker.call(push({name: torch.ones(4)}))
+        worker.ack(0, worker.seqs(Push)[-1])
+        assert worker.is_done(ticket)

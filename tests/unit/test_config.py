@@ -121,7 +121,7 @@ def test_where_a_scheduler_listens():
 
 
 def test_switches():
-    assert [config.switch("X", {"X": one}) for one in ("1", "true", "YES", "0", "no", "")] == [
+    assert [config.switch("X", {"X": item}) for item in ("1", "true", "YES", "0", "no", "")] == [
         True,
         True,
         True,

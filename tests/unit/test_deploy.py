@@ -22,10 +22,10 @@ def locked(name: str) -> dict[str, str]:
     """Return package -> version; every line names the SHA-256 of a file."""
     lines = (ROOT / "deploy" / name).read_text().splitlines()
     found = [
-        re.fullmatch(r"([\w-]+)==([\w.]+)(?:\+cpu)? --hash=sha256:[0-9a-f]{64}", one) for one in lines[1:]
+        re.fullmatch(r"([\w-]+)==([\w.]+)(?:\+cpu)? --hash=sha256:[0-9a-f]{64}", line) for line in lines[1:]
     ]
     assert all(found), lines
-    return {one.group(1).replace("_", "-"): one.group(2) for one in found if one}
+    return {item.group(1).replace("_", "-"): item.group(2) for item in found if item}
 
 
 @pytest.mark.parametrize("name", ["requirements.lock", "build.lock"])
@@ -37,7 +37,7 @@ def test_lock_files_have_the_versions_that_make_installs(name: str) -> None:
 
 def test_lock_files_have_all_that_kvps_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = {re.split(r"[<>=]", one)[0] for one in project["dependencies"]}
+    needed = {re.split(r"[<>=]", item)[0] for item in project["dependencies"]}
     assert needed <= locked("requirements.lock").keys()
     assert "hatchling" in locked("build.lock")
 
@@ -58,7 +58,7 @@ def test_every_service_is_confined(services: dict[str, Any]) -> None:
         assert service["pids_limit"] == 512, name
         assert service["mem_limit"] == "${KVPS_MEMORY:-4g}", name
         assert not {"privileged", "cap_add"} & service.keys(), name
-        assert all(one.startswith("127.0.0.1:") for one in service.get("ports", ())), name
+        assert all(item.startswith("127.0.0.1:") for item in service.get("ports", ())), name
     assert [name for name, service in services.items() if "ports" in service] == ["grafana"]
 
 
@@ -84,8 +84,8 @@ esac
 def lock_base(folder: Path, *base: str, pull: int = 0, digests: str) -> tuple[int, str, str]:
     """Run deploy/lock-base.sh in a copy of deploy/; return its code, what it printed, and what it wrote."""
     deploy, tools = folder / "deploy", folder / "tools"
-    for one in (deploy, tools):
-        one.mkdir()
+    for item in (deploy, tools):
+        item.mkdir()
     script = deploy / "lock-base.sh"
     script.write_text((ROOT / "deploy" / "lock-base.sh").read_text())
     docker = tools / "docker"

@@ -8,7 +8,7 @@ from kvps.errors import Mismatch
 
 @pytest.mark.spec("R11")
 def test_the_table_of_element_types_is_for_ever() -> None:
-    assert [(one.id, one.name, one.itemsize, one.kind) for one in DTYPES] == [
+    assert [(dtype.id, dtype.name, dtype.itemsize, dtype.kind) for dtype in DTYPES] == [
         (1, "float32", 4, "float"),
         (2, "float64", 8, "float"),
         (3, "float16", 2, "half"),
@@ -19,7 +19,7 @@ def test_the_table_of_element_types_is_for_ever() -> None:
         (8, "int64", 8, "int"),
         (9, "uint8", 1, "int"),
     ]
-    assert [BY_ID[one.id] for one in DTYPES] == [BY_NAME[one.name] for one in DTYPES]
+    assert [BY_ID[dtype.id] for dtype in DTYPES] == [BY_NAME[dtype.name] for dtype in DTYPES]
 
 
 @pytest.mark.parametrize(

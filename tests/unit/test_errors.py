@@ -20,8 +20,8 @@ def test_codes_are_for_ever() -> None:
 
 
 def test_every_class_of_the_module_has_a_code_and_is_exported() -> None:
-    classes = {one for one in vars(errors).values() if isinstance(one, type)}
-    assert {one for one in classes if issubclass(one, KvpsError)} == set(BY_CODE.values())
+    classes = {var for var in vars(errors).values() if isinstance(var, type)}
+    assert {kind for kind in classes if issubclass(kind, KvpsError)} == set(BY_CODE.values())
     assert set(errors.__all__) == {"BY_CODE", "REFUSED", "from_code", *CODES.values()}
 
 

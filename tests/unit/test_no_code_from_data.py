@@ -40,7 +40,7 @@ def faults(tree: ast.AST) -> list[str]:
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
-                found += [one.name for one in names if one.name.partition(".")[0] in MODULES]
+                found += [field.name for field in names if field.name.partition(".")[0] in MODULES]
             case ast.ImportFrom(module=str(module)) if module.partition(".")[0] in MODULES:
                 found.append(module)
             case ast.Call(func=ast.Name(id=name)) if name in CALLS:
@@ -52,7 +52,7 @@ def faults(tree: ast.AST) -> list[str]:
             case ast.Attribute(attr="import_module" | "reload" | "find_spec" | "exec_module"):
                 found.append("import by name")
             case ast.ImportFrom(module="importlib", names=names):
-                found += ["import by name" for one in names if one.name == "import_module"]
+                found += ["import by name" for field in names if field.name == "import_module"]
     return found
 
 

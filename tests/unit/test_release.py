@@ -21,7 +21,7 @@ ABOUT = f"Name: kvps\nVersion: {__version__}\nRequires-Python: >=3.11\n"
 def wheel(folder: Path, name: str = "kvps-1-py3-none-any.whl", **changes: str | None) -> Path:
     """Make a wheel; ``changes`` replace its files, or leave them out."""
     info = "kvps-1.dist-info"
-    licenses = {f"{info}/licenses/{one}": "" for one in release.PROJECT["license-files"]}
+    licenses = {f"{info}/licenses/{item}": "" for item in release.PROJECT["license-files"]}
     made = {**FILES, f"{info}/METADATA": ABOUT, f"{info}/entry_points.txt": ENTRIES, **licenses}
     path = folder / name
     with zipfile.ZipFile(path, "w") as archive:
@@ -62,14 +62,14 @@ def test_faults_are_named(tmp_path: Path, changes: dict[str, str | None], says: 
 
 
 def test_a_wheel_of_one_python_is_not_for_all(tmp_path: Path) -> None:
-    one = wheel(tmp_path, "kvps-1-cp311-cp311-linux_x86_64.whl")
-    assert faults(one) == ["is not for every Python and processor"]
+    path = wheel(tmp_path, "kvps-1-cp311-cp311-linux_x86_64.whl")
+    assert faults(path) == ["is not for every Python and processor"]
 
 
 def test_the_package_in_git_has_what_the_commands_run() -> None:
     files = release.tracked()
     assert {"kvps/__init__.py", "kvps/py.typed", "kvps/tools/dashboard/page/index.html"} <= files
-    assert all(Path(one).parts[0] == "kvps" for one in files)
+    assert all(Path(file).parts[0] == "kvps" for file in files)
     for target in release.PROJECT["scripts"].values():
         assert target.partition(":")[0].replace(".", "/") + ".py" in files
     assert release.version() == __version__

@@ -96,14 +96,14 @@ def test_specs() -> None:
 # --- sums and frames --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda one: one.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda field: field.name)
 def test_half_types_are_summed_in_float32_and_others_in_their_own(dtype) -> None:
     tensor = torch.ones(2, dtype=TORCH[dtype.name])
     expected = "float32" if dtype.kind == "half" else dtype.name
     assert dtype_of(accumulator(tensor)).name == expected
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda one: one.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda field: field.name)
 def test_a_frame_is_a_view_of_a_tensor_and_a_tensor_of_a_frame(dtype) -> None:
     tensor = torch.arange(5).to(TORCH[dtype.name])
     frame = to_frame(tensor[1:4])
@@ -120,10 +120,10 @@ def test_a_frame_of_nothing() -> None:
 
 
 def test_nobody_reads_private_memory() -> None:
-    one = PRIVATE.empty(3, "int16")
-    assert (len(one), one.dtype) == (3, torch.int16)
-    assert not PRIVATE.lends("server 0", (one,))
-    assert PRIVATE.side_by_side([one, one]) is None
+    tensor = PRIVATE.empty(3, "int16")
+    assert (len(tensor), tensor.dtype) == (3, torch.int16)
+    assert not PRIVATE.lends("server 0", (tensor,))
+    assert PRIVATE.side_by_side([tensor, tensor]) is None
 
 
 def test_a_frame_that_may_not_be_written_is_copied() -> None:

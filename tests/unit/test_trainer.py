@@ -65,8 +65,10 @@ def train_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps:
     return model
 
 
-def assert_same(one: torch.nn.Module, other: torch.nn.Module, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+def assert_same(
+    first: torch.nn.Module, other: torch.nn.Module, rtol: float = 1e-5, atol: float = 1e-6
+) -> None:
+    for mine, theirs in zip(first.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
 
 
@@ -236,8 +238,8 @@ def test_a_sparse_optimizer_of_torch_gets_sparse_gradients() -> None:
     reference.load_state_dict(model.state_dict())
     trainer = kvps.Trainer(model, torch.optim.SparseAdam(model.parameters()))
     alone = torch.optim.SparseAdam(reference.parameters())
-    for one in (model, reference):
-        one(torch.tensor([1, 1])).sum().backward()
+    for item in (model, reference):
+        item(torch.tensor([1, 1])).sum().backward()
     trainer.step(1)
     alone.step()
     assert torch.equal(model.weight, reference.weight)
@@ -587,10 +589,10 @@ def test_saved_states_owe_what_they_owed(on_store: bool, tmp_path: Path) -> None
     forgetful.load_state_dict(model.state_dict())
     train(model, trainer, 3)
 
-    for one in (resumed, forgetful):
-        again = trainer_of(one)
+    for item in (resumed, forgetful):
+        again = trainer_of(item)
         again.load_states(path)
-        train(one, again, 3)
+        train(item, again, 3)
         (tmp_path / "states.safetensors.rests-0").unlink(missing_ok=True)
     assert_same(model, resumed, rtol=0, atol=0)
     with pytest.raises(AssertionError):

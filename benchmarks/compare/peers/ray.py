@@ -54,8 +54,8 @@ class RayWorker:
 
     def pull(self, *sums: Row) -> None:
         """Take the sums."""
-        for (low, high), one in zip(self._cuts, sums, strict=True):
-            self._out[low:high] = one
+        for (low, high), item in zip(self._cuts, sums, strict=True):
+            self._out[low:high] = item
 
     def check(self, number: int) -> None:
         """Compare every number."""
@@ -78,17 +78,17 @@ def main(workload: str, rounds_count: int, workers: int, servers: int) -> None:
     working = [worker_actor.remote(shapes, rank, workers, cuts) for rank in range(workers)]
     times_ms = []
     for number in range(WARM_UP + rounds_count):
-        ray.get([one.write.remote(number) for one in working])
+        ray.get([item.write.remote(number) for item in working])
         began = time.perf_counter()
-        pushed = [one.push.options(num_returns=servers).remote() for one in working]
-        parts = [one if servers > 1 else [one] for one in pushed]  # per worker, per server
+        pushed = [item.push.options(num_returns=servers).remote() for item in working]
+        parts = [item if servers > 1 else [item] for item in pushed]  # per worker, per server
         sums = [
             server.sum.remote(*(of_worker[place] for of_worker in parts))
             for place, server in enumerate(serving)
         ]
-        ray.get([one.pull.remote(*sums) for one in working])
+        ray.get([item.pull.remote(*sums) for item in working])
         times_ms.append(1e3 * (time.perf_counter() - began))
-        ray.get([one.check.remote(number) for one in working])
+        ray.get([item.check.remote(number) for item in working])
     rounds.report(0, times_ms[WARM_UP:])
     ray.shutdown()
 

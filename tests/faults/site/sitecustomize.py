@@ -54,8 +54,8 @@ class Point(NamedTuple):
 def parsed(text: str) -> list[Point]:
     """Return the points of a list."""
     points = []
-    for one in text.split(","):
-        who, _, rest = one.strip().partition("/")
+    for item in text.split(","):
+        who, _, rest = item.strip().partition("/")
         event, count, action = rest.split(":")
         points.append(Point(who, event, int(count), action))
     return points
@@ -81,7 +81,7 @@ class Armed:
         self._me = me
         self._points = points
         self._log = log
-        self._events = {one.event for one in points if one.who == me}
+        self._events = {point.event for point in points if point.who == me}
         self._place = -1
         self._seen = 0
 
@@ -177,6 +177,6 @@ armed: Armed | None = None
 if "KVPS_FAILPOINTS" in os.environ:
     _me = own_name(sys.orig_argv, dict(os.environ))
     _points = parsed(os.environ["KVPS_FAILPOINTS"])
-    if any(one.who == _me for one in _points):
+    if any(point.who == _me for point in _points):
         armed = Armed(_me, _points, os.environ["KVPS_FAILPOINTS_LOG"])
         _wrap(armed)

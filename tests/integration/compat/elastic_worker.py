@@ -49,7 +49,7 @@ def main(folder: Path, dying: int) -> None:
     resets: list[int] = []
     state.register_reset_callbacks([lambda: resets.append(state.batch)])
     batches = train(state, folder, dying)
-    weights = [round(one, 4) for one in model.weight.flatten().tolist()]
+    weights = [round(item, 4) for item in model.weight.flatten().tolist()]
     sys.stdout.write(f"rank {hvd.rank()} batches {batches} weights {weights} resets {resets}\n")
 
 

@@ -32,8 +32,8 @@ def mean_grads(passes: int = 1) -> list[torch.Tensor]:
     for rank, model in enumerate(models):
         for step in range(passes):
             model(batch(rank, step)).square()[:, 0].sum().backward()
-    pairs = zip(*[list(one.parameters()) for one in models], strict=True)
-    return [(one.grad + other.grad) / 2 for one, other in pairs]
+    pairs = zip(*[list(item.parameters()) for item in models], strict=True)
+    return [(param.grad + other.grad) / 2 for param, other in pairs]
 
 
 def test_push_pull(two: Run) -> None:
@@ -46,7 +46,7 @@ def test_push_pull(two: Run) -> None:
         assert bps.push_pull_inplace(x, name="hits") is x
         assert x.tolist() == [1.5, 3.0]
         handles = [bps.push_pull_async(torch.full((2,), rank), False, f"a{n}") for n in range(5)]
-        assert all(bps.synchronize(one).tolist() == [1, 1] for one in reversed(handles))
+        assert all(bps.synchronize(item).tolist() == [1, 1] for item in reversed(handles))
         handle = bps.push_pull_async_inplace(x, average=False, name="x", version=1, priority=-3)
         bps.synchronize(handle)
         assert x.tolist() == [3.0, 6.0]
@@ -71,7 +71,7 @@ def test_several_of_one_name_are_under_way(two: Run) -> None:
             handles[number] = bps.push_pull_async(
                 torch.tensor([number * (rank + 1.0)]), name=f"n{number % 2}"
             )
-        found = sorted(float(bps.synchronize(one)) for one in handles.values())
+        found = sorted(float(bps.synchronize(handle)) for handle in handles.values())
         assert found == [0.0, 1.5, 3.0, 4.5, 6.0]
         tensor = torch.ones(3)
         last = [bps.byteps_push_pull(tensor, average=False, name="again") for _ in range(20)][-1]
@@ -122,8 +122,8 @@ def test_broadcasts_and_the_optimizer(two: Run) -> None:
         return model
 
     for model in two(work):
-        for one, wanted in zip(model.parameters(), mean_grads(passes=2), strict=True):
-            torch.testing.assert_close(one.grad, wanted)
+        for first, wanted in zip(model.parameters(), mean_grads(passes=2), strict=True):
+            torch.testing.assert_close(first.grad, wanted)
 
 
 @pytest.mark.parametrize("compression", [bps.Compression.none, bps.Compression.fp16])
@@ -138,8 +138,8 @@ def test_a_module_whose_gradients_are_means(two: Run, compression: Any) -> None:
     found = two(work)
     atol = 1e-5 if compression is bps.Compression.none else 5e-2
     for model in found:
-        for one, wanted in zip(model.parameters(), mean_grads(passes=2), strict=True):
-            torch.testing.assert_close(one.grad, wanted, rtol=0, atol=atol)
+        for first, wanted in zip(model.parameters(), mean_grads(passes=2), strict=True):
+            torch.testing.assert_close(first.grad, wanted, rtol=0, atol=atol)
 
 
 def test_a_pass_averages_after_a_pass_that_failed(two: Run) -> None:
@@ -189,7 +189,7 @@ def test_a_module_sends_its_buffers_and_parameters_that_one_rank_has_not_reached
         model.module.seen.fill_(rank + 5.0)
         model(torch.ones(1, 1)).sum().backward()
         assert model.module.seen.tolist() == [5.0]
-        return [one.weight.grad.flatten().tolist() for one in heads]  # type: ignore[union-attr]
+        return [head.weight.grad.flatten().tolist() for head in heads]  # type: ignore[union-attr]
 
     assert two(work) == [[[0.5], [0.5]]] * 2
 
@@ -207,11 +207,11 @@ def test_cross_barrier_overlaps_the_forward_pass(
             model(batch(rank, step)).square()[:, 0].sum().backward()
             optimizer.step()
         optimizer.close()  # completes the last update
-        return [one.detach() for one in model.parameters()]
+        return [param.detach() for param in model.parameters()]
 
     first, second = two(work)
-    for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(one, other)
+    for item, other in zip(first, second, strict=True):
+        torch.testing.assert_close(item, other)
 
 
 def test_shutdown_completes_what_was_begun(two: Run) -> None:

@@ -33,13 +33,13 @@ def test_groups_run_as_one_operation(two: Run) -> None:
         tensors = [torch.full((n,), float(rank + n)) for n in (0, 1, 3)]
         tensors.append(torch.full((2,), rank + 1))
         sums = hvd.grouped_allreduce(tensors, op=hvd.Sum)
-        assert [one.tolist() for one in sums] == [[], [3.0], [7.0] * 3, [3, 3]]
+        assert [total.tolist() for total in sums] == [[], [3.0], [7.0] * 3, [3, 3]]
         hvd.grouped_allreduce_(tensors, op=hvd.Sum)
-        assert [one.tolist() for one in tensors] == [[], [3.0], [7.0] * 3, [3, 3]]
+        assert [tensor.tolist() for tensor in tensors] == [[], [3.0], [7.0] * 3, [3, 3]]
         gathered = hvd.grouped_allgather([torch.tensor([rank]), torch.tensor([[rank], [9]])])
-        assert [one.tolist() for one in gathered] == [[0, 1], [[0], [9], [1], [9]]]
+        assert [item.tolist() for item in gathered] == [[0, 1], [[0], [9], [1], [9]]]
         parts = hvd.grouped_reducescatter([torch.arange(3.0), torch.arange(2.0)], op=hvd.Sum)
-        assert [one.tolist() for one in parts] == ([[0.0, 2.0], [0.0]], [[4.0], [2.0]])[rank]
+        assert [part.tolist() for part in parts] == ([[0.0, 2.0], [0.0]], [[4.0], [2.0]])[rank]
 
     two(work)
 
@@ -49,14 +49,14 @@ def test_many_asynchronous_operations_in_another_order_on_each_rank(two: Run) ->
         count = 30
         order = list(range(count)) if rank == 0 else list(reversed(range(count)))
         handles = {
-            one: hvd.allreduce_async(torch.full((one + 1,), rank), name=f"a{one}", op=hvd.Sum)
-            for one in order
+            item: hvd.allreduce_async(torch.full((item + 1,), rank), name=f"a{item}", op=hvd.Sum)
+            for item in order
         }
-        for one in range(count):
-            assert hvd.synchronize(handles[one]).tolist() == [1] * (one + 1)
-            assert hvd.synchronize(handles[one]) is None, "taken before, as Horovod has it"
+        for item in range(count):
+            assert hvd.synchronize(handles[item]).tolist() == [1] * (item + 1)
+            assert hvd.synchronize(handles[item]) is None, "taken before, as Horovod has it"
             with pytest.raises(ValueError, match="was not created or has been cleared"):
-                hvd.poll(handles[one])
+                hvd.poll(handles[item])
         if rank == 1:
             hvd.barrier()  # until then, the operation of rank 0 cannot be over
         handle = hvd.allgather_async(torch.tensor([rank]), name="polled")
@@ -118,8 +118,8 @@ def test_gradients_flow_through_each_collective(two: Run) -> None:
         assert grad(lambda x: hvd.reducescatter(x, op=hvd.Sum, postscale_factor=0.5), 2) == [1.0, 2.0]
         x = torch.ones(2, requires_grad=True)
         y = torch.ones(1, requires_grad=True)
-        one, other = hvd.grouped_allreduce([x, y], op=hvd.Sum)
-        (one.sum() + 2 * other.sum()).backward()
+        first, other = hvd.grouped_allreduce([x, y], op=hvd.Sum)
+        (first.sum() + 2 * other.sum()).backward()
         assert (x.grad.tolist(), y.grad.tolist()) == ([2.0, 2.0], [4.0])  # type: ignore[union-attr]
 
     two(work)
@@ -184,12 +184,12 @@ def begins() -> list[Callable[[torch.Tensor], int]]:
     """Return a call of each kind, all of one name."""
     name = "twice"
     return [
-        lambda one: hvd.allreduce_async(one, name=name),
-        lambda one: hvd.grouped_allreduce_async([one], name=name),
-        lambda one: hvd.allgather_async(one, name=name),
-        lambda one: hvd.broadcast_async(one, 0, name=name),
-        lambda one: hvd.alltoall_async(one, name=name),
-        lambda one: hvd.reducescatter_async(one, name=name),
+        lambda item: hvd.allreduce_async(item, name=name),
+        lambda item: hvd.grouped_allreduce_async([item], name=name),
+        lambda item: hvd.allgather_async(item, name=name),
+        lambda item: hvd.broadcast_async(item, 0, name=name),
+        lambda item: hvd.alltoall_async(item, name=name),
+        lambda item: hvd.reducescatter_async(item, name=name),
     ]
 
 
@@ -211,40 +211,40 @@ def test_a_name_whose_operation_is_not_over_is_refused_and_the_first_goes_on(two
 
 def wrong_calls() -> list[tuple[Callable[[], Any], str]]:
     """Return calls with arguments that cannot be, and the words of their error."""
-    one = torch.ones(2)
+    item = torch.ones(2)
     sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=True)
     return [
-        (lambda: hvd.allreduce(one, average=True, op=hvd.Sum), "op parameter supersedes average"),
-        (lambda: hvd.allreduce(one, op="sum"), "op='sum': use hvd.Average"),  # type: ignore[arg-type]
+        (lambda: hvd.allreduce(item, average=True, op=hvd.Sum), "op parameter supersedes average"),
+        (lambda: hvd.allreduce(item, op="sum"), "op='sum': use hvd.Average"),  # type: ignore[arg-type]
         (lambda: hvd.allreduce_async(sparse, name="s1"), "Tensor is required to be dense"),
         (lambda: hvd.allreduce_async([1.0], name="s2"), "needs a torch.Tensor, got list"),  # type: ignore[arg-type]
         (lambda: hvd.grouped_allreduce([]), "give one tensor or more"),
         (lambda: hvd.allreduce(torch.ones(1).int(), op=hvd.Adasum), "floating-point"),
-        (lambda: hvd.reducescatter(one, op=hvd.Max), "use hvd.Sum or hvd.Average"),
-        (lambda: hvd.alltoall(one, torch.ones(2)), "splits must be whole numbers"),
-        (lambda: hvd.alltoall(one, [1]), "1 splits were given for 2 ranks"),
+        (lambda: hvd.reducescatter(item, op=hvd.Max), "use hvd.Sum or hvd.Average"),
+        (lambda: hvd.alltoall(item, torch.ones(2)), "splits must be whole numbers"),
+        (lambda: hvd.alltoall(item, [1]), "1 splits were given for 2 ranks"),
         (lambda: hvd.alltoall(torch.ones(3)), "not divisible by 2 ranks"),
-        (lambda: hvd.broadcast(one, "0"), "root_rank='0'"),  # type: ignore[arg-type]
-        (lambda: hvd.broadcast(one, 2), "root_rank=2 is not in the process set"),
+        (lambda: hvd.broadcast(item, "0"), "root_rank='0'"),  # type: ignore[arg-type]
+        (lambda: hvd.broadcast(item, 2), "root_rank=2 is not in the process set"),
         (lambda: hvd.allgather(torch.tensor(1.0)), "got a scalar"),
-        (lambda: hvd.sparse_allreduce_async(one, "s3", hvd.Sum), "needs a sparse COO tensor"),
+        (lambda: hvd.sparse_allreduce_async(item, "s3", hvd.Sum), "needs a sparse COO tensor"),
         (lambda: hvd.sparse_allreduce_async(sparse, "s4", hvd.Max), "is not supported"),
-        (lambda: hvd.allreduce(one, process_set=hvd.ProcessSet([0])), "is not registered"),
+        (lambda: hvd.allreduce(item, process_set=hvd.ProcessSet([0])), "is not registered"),
         (lambda: hvd.ProcessSet([0, 0]), "give different ranks"),
         (lambda: hvd.ProcessSet(3), "give different ranks"),  # type: ignore[arg-type]
         (lambda: hvd.add_process_set([0, 7]), "give ranks from 0 to 1"),
         (lambda: hvd.add_process_set([0, 1]), "Attempted to add a duplicate process set"),
         (lambda: hvd.init(process_sets="static"), "or 'dynamic'"),
         (lambda: hvd.init(comm=[0]), "use process sets for a part of the ranks"),
-        (lambda: hvd.broadcast_parameters(one, 0), "invalid params of type"),
+        (lambda: hvd.broadcast_parameters(item, 0), "invalid params of type"),
         (lambda: hvd.broadcast_parameters({"a": 1}, 0), "'a' is a int, not a tensor"),  # type: ignore[dict-item]
         (lambda: hvd.allreduce(None), "needs a torch.Tensor, got NoneType"),  # type: ignore[arg-type]
-        (lambda: hvd.allreduce(one.to("meta")), "on the device meta has no values"),
-        (lambda: hvd.allreduce(one, process_set="all"), "give a hvd.ProcessSet, got str"),  # type: ignore[arg-type]
+        (lambda: hvd.allreduce(item.to("meta")), "on the device meta has no values"),
+        (lambda: hvd.allreduce(item, process_set="all"), "give a hvd.ProcessSet, got str"),  # type: ignore[arg-type]
         (lambda: hvd.barrier("all"), "give a hvd.ProcessSet, got str"),  # type: ignore[arg-type]
         (lambda: hvd.remove_process_set("all"), "give a hvd.ProcessSet, got str"),  # type: ignore[arg-type]
-        (lambda: hvd.allreduce(one, compression=None), "give hvd.Compression.none or fp16"),  # type: ignore[arg-type]
-        (lambda: hvd.alltoall(one, "ab"), "splits must be whole numbers"),  # type: ignore[arg-type]
+        (lambda: hvd.allreduce(item, compression=None), "give hvd.Compression.none or fp16"),  # type: ignore[arg-type]
+        (lambda: hvd.alltoall(item, "ab"), "splits must be whole numbers"),  # type: ignore[arg-type]
         (lambda: hvd.broadcast_optimizer_state("x", 0), "got str"),  # type: ignore[arg-type]
         (lambda: hvd.broadcast_object(1, 9), "root_rank=9 is not in the process set"),
         (lambda: hvd.broadcast_object(object()), "but only data can be sent"),
@@ -297,7 +297,7 @@ def test_a_rank_that_has_joined_adds_zeros(two: Run) -> None:
                 hvd.allreduce_async(torch.full((n,), 4.0), name=f"j{n}", op=op)
                 for n, op in ((2, hvd.Sum), (3, hvd.Average), (1, hvd.Max))
             ]
-            assert [hvd.synchronize(one).tolist() for one in handles] == [[4, 4], [2, 2, 2], [4]]
+            assert [hvd.synchronize(handle).tolist() for handle in handles] == [[4, 4], [2, 2, 2], [4]]
             with pytest.raises(hvd.HorovodInternalError, match="called join"):
                 hvd.allgather(torch.ones(1))
             with pytest.raises(hvd.HorovodInternalError, match="called join"):
@@ -337,7 +337,7 @@ def test_static_process_sets(two: Run) -> None:
         assert not hvd.is_initialized()
         sets = [hvd.ProcessSet([0]), hvd.ProcessSet([1]), hvd.ProcessSet([0, 1])]
         hvd.init(process_sets=sets)
-        assert [one.process_set_id for one in sets] == [1, 2, None]
+        assert [item.process_set_id for item in sets] == [1, 2, None]
         with pytest.raises(ValueError, match="process sets are static"):
             hvd.add_process_set([1, 0])
         with pytest.raises(ValueError, match="process sets are static"):
@@ -371,7 +371,7 @@ def test_ranks_and_machines(two: Run) -> None:
         assert hvd.gloo_enabled()
         assert hvd.gloo_built()
         built = (hvd.mpi_built, hvd.mpi_enabled, hvd.nccl_built, hvd.ddl_built, hvd.ccl_built)
-        assert not any(one() for one in (*built, hvd.cuda_built, hvd.rocm_built))
+        assert not any(item() for item in (*built, hvd.cuda_built, hvd.rocm_built))
         for call in (lambda: hvd.start_timeline("f"), hvd.stop_timeline):
             with pytest.raises(NotImplementedError, match="kvps trace"):
                 call()

@@ -118,12 +118,12 @@ def begun(rank: int, name: str, kind: str, size: int, root: int, pair: hvd.Proce
             row = whole(rank + 1.0, 500 * size)
             return hvd.allreduce_async(row, name=name, op=hvd.Sum), whole(6, 500 * size)
         case "gather":
-            every = torch.cat([whole(one + 1.0, one + 1) for one in range(3)])
+            every = torch.cat([whole(item + 1.0, item + 1) for item in range(3)])
             return hvd.allgather_async(whole(rank + 1.0, rank + 1), name=name), every
         case "broadcast":
             return hvd.broadcast_async(mine, root, name=name), whole(root + 1.0)
         case "alltoall":
-            every = torch.cat([whole(one, 2) for one in range(3)])
+            every = torch.cat([whole(item, 2) for item in range(3)])
             return hvd.alltoall_async(whole(rank, 6), name=name), every
         case "scatter":
             row = whole(rank + 1.0, 3 * size)
@@ -143,13 +143,13 @@ def test_any_operations_in_any_order_with_mismatches_and_joins(three: Run, seed:
         pair = hvd.add_process_set([0, 2])
         for turn in range(4):
             operations = [
-                (f"{turn}.{one}", same.choice(KINDS), same.randrange(1, 3000), same.randrange(3))
-                for one in range(40)
+                (f"{turn}.{item}", same.choice(KINDS), same.randrange(1, 3000), same.randrange(3))
+                for item in range(40)
             ]
             own.shuffle(operations)
             started = [begun(rank, *operation, pair) for operation in operations]
             for handle, wanted in own.sample(
-                [one for one in started if one], k=len(started) - started.count(None)
+                [process for process in started if process], k=len(started) - started.count(None)
             ):
                 if wanted is None:
                     with pytest.raises(hvd.HorovodInternalError, match="shapes differ"):
@@ -157,8 +157,8 @@ def test_any_operations_in_any_order_with_mismatches_and_joins(three: Run, seed:
                 else:
                     found = hvd.synchronize(handle)
                     assert torch.equal(found[0] if isinstance(found, tuple) else found, wanted)
-            for one in range(same.randrange(4) + rank):
-                hvd.allreduce(torch.ones(3), name=f"joined.{turn}.{one}")
+            for item in range(same.randrange(4) + rank):
+                hvd.allreduce(torch.ones(3), name=f"joined.{turn}.{item}")
             hvd.join()
 
     three(work)
@@ -198,7 +198,7 @@ def test_an_elastic_job_ends_as_if_no_rank_had_been_lost(processes: Processes) -
     for dying in (1, 0):
         assert {weights for weights, _ in ended[dying].values()} == whole
         resets = {rank: resets for rank, (_, resets) in ended[dying].items()}
-        assert resets == {str(one): "" if one == dying else "3" for one in range(3)}
+        assert resets == {str(item): "" if item == dying else "3" for item in range(3)}
 
 
 def test_a_lost_rank_is_named_on_the_others(processes: Processes) -> None:

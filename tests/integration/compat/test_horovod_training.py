@@ -18,8 +18,8 @@ def trained(rank: int, steps: int = 3, **arguments: Any) -> torch.nn.Module:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     for step in range(steps):
         optimizer.zero_grad()
-        for one in range(passes):
-            loss_of(model, batch(rank, step * passes + one)).backward()
+        for item in range(passes):
+            loss_of(model, batch(rank, step * passes + item)).backward()
         optimizer.step()
     return model
 
@@ -50,11 +50,11 @@ def test_clipping_after_synchronize(two: Run) -> None:
         loss_of(model, batch(rank, 0)).backward()
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        clipped = [one.grad.clone() for one in model.parameters()]
+        clipped = [param.grad.clone() for param in model.parameters()]
         with optimizer.skip_synchronize():
             optimizer.step()
-        for one, grad in zip(model.parameters(), clipped, strict=True):
-            equal(one.grad, grad)
+        for param, grad in zip(model.parameters(), clipped, strict=True):
+            equal(param.grad, grad)
         loss_of(model, batch(rank, 0)).backward()
         optimizer.synchronize()
         with pytest.warns(UserWarning, match=r"called without optimizer.skip_synchronize\(\)"):
@@ -82,7 +82,7 @@ def test_names_of_parameters_are_those_that_were_given(two: Run) -> None:
     def work(rank: int) -> None:
         model = net()
         given = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
-        assert given._parameter_names == {one: name for name, one in model.named_parameters()}
+        assert given._parameter_names == {item: name for name, item in model.named_parameters()}
         model = net()
         made = set(hvd.DistributedOptimizer(sgd(model))._parameter_names.values())
         assert len(made) == len(list(model.parameters()))
@@ -126,14 +126,14 @@ def test_wrong_arguments_of_the_optimizer(two: Run) -> None:
 def test_two_models_with_equal_names_train_at_once(two: Run) -> None:
     def work(rank: int) -> list[torch.nn.Module]:
         models = [net(), net()]
-        optimizers = [hvd.DistributedOptimizer(sgd(one), one.named_parameters()) for one in models]
+        optimizers = [hvd.DistributedOptimizer(sgd(item), item.named_parameters()) for item in models]
         for step in range(3):
-            for one in optimizers:
-                one.zero_grad()
-            losses = [loss_of(one, batch(rank, step)) for one in models]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            losses = [loss_of(item, batch(rank, step)) for item in models]
             (losses[0] + losses[1]).backward()
-            for one in optimizers:
-                one.step()
+            for optimizer in optimizers:
+                optimizer.step()
         return models
 
     for models in two(work):
@@ -179,7 +179,7 @@ def every_optimizer() -> dict[str, Callable[[torch.nn.Module], torch.optim.Optim
             *("LBFGS", "SparseAdam", "NonCapturableOptimizer"),
         ):
             made[kind.__name__] = lambda model, kind=kind: kind(  # type: ignore[misc]
-                [one for one in model.parameters() if kind.__name__ != "Muon" or one.dim() == 2], lr=0.1
+                [param for param in model.parameters() if kind.__name__ != "Muon" or param.dim() == 2], lr=0.1
             )
     return made
 
@@ -216,12 +216,12 @@ def test_parameters_without_a_gradient_get_zeros_and_frozen_ones_do_not(two: Run
         first, *rest = model.parameters()
         first.requires_grad_(False)
         optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
-        before = [one.detach().clone() for one in model.parameters()]
+        before = [param.detach().clone() for param in model.parameters()]
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         assert first.grad is None
-        assert all(one.grad is not None and not one.grad.any() for one in rest)
-        for one, old in zip(model.parameters(), before, strict=True):
-            equal(one.detach(), old)
+        assert all(param.grad is not None and not param.grad.any() for param in rest)
+        for item, old in zip(model.parameters(), before, strict=True):
+            equal(item.detach(), old)
 
     two(work)
 
@@ -230,10 +230,10 @@ def test_parameters_and_objects(two: Run) -> None:
     def work(rank: int) -> None:
         tensors = {"b": torch.full((2,), rank), "a": torch.full((3,), rank, dtype=torch.bfloat16)}
         hvd.broadcast_parameters(dict(reversed(tensors.items())) if rank else tensors, 1)
-        assert [one.tolist() for one in tensors.values()] == [[1, 1], [1.0, 1.0, 1.0]]
+        assert [tensor.tolist() for tensor in tensors.values()] == [[1, 1], [1.0, 1.0, 1.0]]
         params = [torch.nn.Parameter(torch.full((2,), float(rank)))]
         hvd.broadcast_parameters(params, 0)
-        hvd.broadcast_parameters((("x", one) for one in params), 0)
+        hvd.broadcast_parameters((("x", param) for param in params), 0)
         assert params[0].tolist() == [0.0, 0.0]
         given = {"epoch": 3, 0: [1, 2], "t": (torch.ones(2), None)}
         found = hvd.broadcast_object(given if rank == 0 else {}, root_rank=0)
@@ -274,7 +274,7 @@ def test_batches_are_normalised_over_all_ranks(two: Run) -> None:
     y = layer(whole)
     (y * torch.arange(5.0)).sum().backward()
     found = two(work)
-    torch.testing.assert_close(torch.cat([one for one, _, _ in found]), y.detach())
-    torch.testing.assert_close(torch.cat([one for _, one, _ in found]), whole.grad)
+    torch.testing.assert_close(torch.cat([item for item, _, _ in found]), y.detach())
+    torch.testing.assert_close(torch.cat([item for _, item, _ in found]), whole.grad)
     for _, _, running in found:
         torch.testing.assert_close(running, layer.running_var)

@@ -76,9 +76,9 @@ def test_a_single_script_takes_its_role_from_mxnets_variables(processes: Process
     started = [
         processes.python(script, "dist_sync", **variables(role), DMLC_PS_ROOT_PORT=port) for role in roles
     ]
-    assert [one.wait(120.0) for one in started] == [0] * 5, started
-    for role, one in zip(roles, started, strict=True):
-        assert ("dist_sync right" in one.out) is (role == "worker")
+    assert [process.wait(120.0) for process in started] == [0] * 5, started
+    for role, item in zip(roles, started, strict=True):
+        assert ("dist_sync right" in item.out) is (role == "worker")
 
 
 def test_workers_of_a_cluster_and_their_optimizer(tmp_path: Path) -> None:

@@ -158,8 +158,8 @@ def weights(processes: Processes, script: str, *arguments: object) -> str:
 
 def close(left: str, right: str) -> bool:
     pairs = zip(left.split(), right.split(), strict=True)
-    numbers = [(float(one.strip("[],")), float(two.strip("[],"))) for one, two in pairs]
-    return all(abs(one - two) <= 2e-4 * max(1.0, abs(one)) for one, two in numbers)
+    numbers = [(float(item.strip("[],")), float(two.strip("[],"))) for item, two in pairs]
+    return all(abs(item - two) <= 2e-4 * max(1.0, abs(item)) for item, two in numbers)
 
 
 @pytest.mark.parametrize("passes", [1, 3])

@@ -33,8 +33,8 @@ def has(model: Model, seed: int) -> bool:
 
 @pytest.fixture
 def kv() -> Iterator[kvps.KVStore]:
-    with kvps.create("dist_sync") as one:
-        yield one
+    with kvps.create("dist_sync") as item:
+        yield item
 
 
 @pytest.fixture

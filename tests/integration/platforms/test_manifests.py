@@ -50,9 +50,9 @@ class Pods:
         self._made = processes.folder / "made"
         keys.write(self._made, keys.generate())
         self._port = free_port()
-        (jobset,) = [one for one in manifests(job, "jobset") if one["kind"] == "JobSet"]
+        (jobset,) = [manifest for manifest in manifests(job, "jobset") if manifest["kind"] == "JobSet"]
         spec: Any = jobset["spec"]
-        self.pods = {one["name"]: one["template"]["spec"]["template"] for one in spec["replicatedJobs"]}
+        self.pods = {item["name"]: item["template"]["spec"]["template"] for item in spec["replicatedJobs"]}
 
     def start(self, role: str, index: int) -> Process:
         """Start the container of a pod."""
@@ -69,14 +69,14 @@ class Pods:
         """Start the liveness probe of the scheduler."""
         (container,) = self.pods["scheduler"]["spec"]["containers"]
         command, *words = container["livenessProbe"]["exec"]["command"]
-        words = [self._here(one, "scheduler") for one in words]
+        words = [self._here(word, "scheduler") for word in words]
         return self._processes.start("probe", BIN / command, *words, **self._variables("scheduler", 0))
 
     def _variables(self, role: str, index: int) -> dict[str, str]:
         (container,) = self.pods[role]["spec"]["containers"]
         return {
-            one["name"]: self._here(one["value"], role) if "value" in one else str(index)
-            for one in container["env"]
+            item["name"]: self._here(item["value"], role) if "value" in item else str(index)
+            for item in container["env"]
         }
 
     def _here(self, text: str, role: str) -> str:
@@ -92,12 +92,12 @@ class Pods:
 
     def _mounted(self, role: str) -> Path:
         """Return a directory with the key files that the pod mounts, and no others."""
-        (secret,) = [one["secret"] for one in self.pods[role]["spec"]["volumes"] if "secret" in one]
+        (secret,) = [pod["secret"] for pod in self.pods[role]["spec"]["volumes"] if "secret" in pod]
         mounted = self._processes.folder / f"keys-{role}"
-        for one in secret["items"]:
-            place = mounted / one["path"]
+        for item in secret["items"]:
+            place = mounted / item["path"]
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            place.write_bytes((self._made / one["path"]).read_bytes())
+            place.write_bytes((self._made / item["path"]).read_bytes())
             place.chmod(0o600)
         return mounted
 

@@ -116,7 +116,7 @@ def test_a_group_is_started_again_by_torchrun(processes: Processes, dies: str, b
     words = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", *flags)
     agent = processes.python(*words, processes.script(GROUP), TMPDIR=left(processes), **env)
     assert agent.wait(LIMIT_S) == 0, agent
-    begun = {int(one) for one in re.findall(r"began at (\d)", agent.out)}
+    begun = {int(item) for item in re.findall(r"began at (\d)", agent.out)}
     assert begun in ({3}, {4}), agent
     assert cluster.process.wait() == 0, cluster.process
 

@@ -60,7 +60,7 @@ def test_the_table(processes: Processes, tmp_path: Path) -> None:
     for part in ("2 workers, 2 servers", "│ small ", "│ kvps sgd ", "│ gloo in place ", "loopback"):
         assert part in bench.out
     lines = bench.err.splitlines()
-    assert all(re.fullmatch(r"\d+ of 7 trials, about \d+ (s|min) left", one) for one in lines), bench
+    assert all(re.fullmatch(r"\d+ of 7 trials, about \d+ (s|min) left", line) for line in lines), bench
     found = json.loads((tmp_path / "figures.json").read_text())
     assert {row["system"] for row in found["rows"]} >= {"kvps", "kvps sgd", "kvps tcp", "gloo"}
     assert all(len(row["trials"][0]["rounds_ms"]) == 2 for row in found["rows"])

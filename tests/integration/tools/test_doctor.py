@@ -19,8 +19,8 @@ def told(process: Process, code: int, limit_s: float = 60.0) -> dict[str, tuple[
     shown = json.loads(process.out)
     assert shown["exit_code"] == code
     order = ["skip", "ok", "warn", "fail"]
-    findings = sorted(shown["findings"], key=lambda one: order.index(one["level"]))
-    return {one["topic"]: (one["level"], one["text"], one["advice"]) for one in findings}
+    findings = sorted(shown["findings"], key=lambda item: order.index(item["level"]))
+    return {finding["topic"]: (finding["level"], finding["text"], finding["advice"]) for finding in findings}
 
 
 def examined(processes: Processes, code: int, *flags: object, **env: str) -> dict[str, tuple[str, str, str]]:

@@ -29,7 +29,7 @@ def training(processes: Processes) -> Iterator[Cluster]:
     members[1].expect("ready")
     yield cluster
     (processes.folder / "stop").touch()
-    assert [one.wait() for one in (*members, cluster.process)] == [0, 0, 0]
+    assert [item.wait() for item in (*members, cluster.process)] == [0, 0, 0]
 
 
 def test_a_snapshot_goes_into_a_file(processes: Processes) -> None:

@@ -71,16 +71,16 @@ def test_the_timeline_of_a_whole_job(processes: Processes) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     document = json.loads(path.read_text())
     events = document["traceEvents"]
-    named = [one["args"]["name"] for one in events if one["name"] == "process_name"]
+    named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert sorted(name.partition(" (")[0] for name in named) == [
         *("scheduler", "server 0", "worker 0", "worker 1")
     ]
-    kinds = {one["name"] for one in events if one["ph"] == "X"}
+    kinds = {event["name"] for event in events if event["ph"] == "X"}
     assert kinds >= {"compute", "wait", "encode", "send", "reduce", "reply", "scatter"}
     # In every round, both workers' pushes lead to the server and back.
     found = chrome.load(path.read_text())
     by_role = {process.node: process for process in found.processes}
-    (server,) = [one for node, one in by_role.items() if node.role is Role.SERVER]
+    (server,) = [item for node, item in by_role.items() if node.role is Role.SERVER]
     taken = {(s.rank, s.seq) for s in server.spans if s.kind.name == "REDUCE" and s.number}
     for rank in (0, 1):
         worker = by_role[next(node for node in by_role if node == (Role.WORKER, rank))]
@@ -118,8 +118,8 @@ def test_a_slow_worker_is_named_while_the_job_runs(processes: Processes) -> None
     script = processes.script(TRAIN)
     env = {"COUNT": "20000", "PAUSE": "0.01,0.12"}
     workers = [cluster.plain(script, KVPS_RANK=str(rank), **env) for rank in range(2)]
-    for one in workers:
-        one.expect("ready")
+    for worker in workers:
+        worker.expect("ready")
     out = processes.folder / "trace.json"
     text = explained(processes, cluster.endpoint, 3, "--out", out)
     assert text.startswith("worker 1's compute bounds the step"), text
@@ -131,8 +131,8 @@ def test_a_slow_worker_is_named_while_the_job_runs(processes: Processes) -> None
     assert wrong.wait() == 78
     assert "ask for more than 0 and at most 600 s" in wrong.err
     (processes.folder / "go").touch()
-    for one in workers:
-        assert one.wait(60.0) == 0, one
+    for worker in workers:
+        assert worker.wait(60.0) == 0, worker
 
 
 def test_a_trace_without_a_scheduler_is_given_up(processes: Processes) -> None:

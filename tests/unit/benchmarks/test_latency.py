@@ -11,7 +11,7 @@ from benchmarks import latency
 
 
 def test_percentiles_are_over_the_calls_of_all_ranks() -> None:
-    times = [float(one) for one in range(1, 1001)]
+    times = [float(item) for item in range(1, 1001)]
     random.Random(7).shuffle(times)
     trials = [
         {"64": {"push": (some, cpu_us, 3.0)}} for some, cpu_us in ((times[:400], 10.0), (times[400:], 20.0))

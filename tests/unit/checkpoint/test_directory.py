@@ -244,15 +244,15 @@ def test_a_manifest_of_another_number_of_servers(tmp_path: Path) -> None:
         count = len(images)
         other = replace(
             manifest,
-            images=tuple(one._replace(name=image_name(server, count)) for server, one in enumerate(images)),
+            images=tuple(item._replace(name=image_name(server, count)) for server, item in enumerate(images)),
         )
         (tmp_path / "cut-00000001" / NAME).write_text(other.to_json())
         assert CheckpointDirectory(tmp_path).complete() == []
         with pytest.raises(StorageError, match=image_name(0, count)):
             CheckpointDirectory(tmp_path).load(other, 0, count)
         # Even where somebody renamed the files.
-        for one, renamed in zip(images, other.images, strict=True):
-            shutil.copy(tmp_path / "cut-00000001" / one.name, tmp_path / renamed.name)
+        for field, renamed in zip(images, other.images, strict=True):
+            shutil.copy(tmp_path / "cut-00000001" / field.name, tmp_path / renamed.name)
             shutil.move(tmp_path / renamed.name, tmp_path / "cut-00000001" / renamed.name)
         with pytest.raises(StorageError, match=f"snapshot of server 0 of 2, and .* of 0 of {count}"):
             CheckpointDirectory(tmp_path).load(other, 0, count)
@@ -323,7 +323,7 @@ class Broken:
     def __init__(self, name: str, number: int, error: BaseException) -> None:
         self.name, self.left, self.error = name, number, error
         self.steps: list[str] = []
-        self.__dict__.update({one: self._watched(one) for one in STEPS})
+        self.__dict__.update({item: self._watched(item) for item in STEPS})
 
     def __getattr__(self, name: str) -> object:
         return getattr(os, name)
@@ -380,7 +380,7 @@ def test_a_fault_at_each_step_of_a_write(
             assert "checkpoint 12 not written: Input/output error (need " in str(caught.value)
             assert "The last complete one is 11; training goes on" in str(caught.value)
         assert CheckpointDirectory(folder).complete() == [older]
-        assert not [one for one in files(folder) if one.endswith(".tmp")]
+        assert not [file for file in files(folder) if file.endswith(".tmp")]
         newer = snapshots.put(folder, 13)
         assert CheckpointDirectory(folder).complete() == [older, newer]
         assert CheckpointDirectory(folder).numbers() == [11, 13]
@@ -415,9 +415,9 @@ def test_a_fault_at_each_step_of_a_commit(
         complete = CheckpointDirectory(folder).complete()
         assert numbers(complete) in ([10, 11], [10, 11, 12], [11, 12]), (index, name)
         assert was_raised or manifest in complete
-        for one in complete:
+        for item in complete:
             for server in range(2):
-                CheckpointDirectory(folder).load(one, server, 2)
+                CheckpointDirectory(folder).load(item, server, 2)
         snapshots.put(folder, 13)
         assert numbers(CheckpointDirectory(folder).complete())[-1] == 13
 
@@ -436,10 +436,10 @@ def test_a_writer_that_is_killed_for_good(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(root)}
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, check=False)
     assert ended.returncode == 9
-    assert [one for one in files(tmp_path) if one.endswith(".tmp")]
+    assert [file for file in files(tmp_path) if file.endswith(".tmp")]
     assert CheckpointDirectory(tmp_path).complete() == [older]
     snapshots.put(tmp_path, 13)
-    assert not [one for one in files(tmp_path) if one.endswith(".tmp")]
+    assert not [file for file in files(tmp_path) if file.endswith(".tmp")]
     assert CheckpointDirectory(tmp_path).numbers() == [11, 13]
 
 
@@ -617,7 +617,7 @@ def test_a_link_in_place_of_a_cut_is_no_cut(tmp_path: Path) -> None:
     snapshots.put(shelf, 9)
     snapshots.put(shelf, 10)
     snapshots.put(shelf, 11)
-    assert [one.cut for one in directory.complete()] == [10, 11]
+    assert [item.cut for item in directory.complete()] == [10, 11]
     assert len(list((tmp_path / "elsewhere" / "cut-00000003").iterdir())) == 3, "nothing was removed"
 
 

@@ -171,9 +171,9 @@ def test_a_manifest_that_is_none_is_damage(tmp_path: Path, capsys: Output) -> No
 def test_images_that_disagree_are_damage(tmp_path: Path, capsys: Output) -> None:
     """Each file is as it was written; together they are no cut."""
     shelves = [CheckpointDirectory(tmp_path, server) for server in range(2)]
-    one, other = (snapshots.image(server, 2) for server in range(2))
+    first, other = (snapshots.image(server, 2) for server in range(2))
     other = replace(other, stores=(replace(other.stores[0], rate_calls=9), other.stores[1]))
-    shelves[0].commit(snapshots.manifest_of(1, shelves, [one, other]))
+    shelves[0].commit(snapshots.manifest_of(1, shelves, [first, other]))
     assert called("verify", tmp_path) == 1
     assert "rate_calls is 3 on server 0 and 9 on server 1" in capsys.readouterr().out
 

@@ -62,10 +62,10 @@ def test_cut_of_the_first_rule_comes_back_by_the_present_one(after: int) -> None
 
 def test_nothing_is_copied() -> None:
     old = cut_of(1)
-    storages = {one.untyped_storage().data_ptr() for one in old[0].tensors()}
+    storages = {tensor.untyped_storage().data_ptr() for tensor in old[0].tensors()}
     for server in range(3):
         new = regroup(old, server, 3)
-        assert {one.untyped_storage().data_ptr() for one in new.tensors()} <= storages
+        assert {tensor.untyped_storage().data_ptr() for tensor in new.tensors()} <= storages
 
 
 def test_a_store_that_one_server_does_not_know_yet() -> None:
@@ -78,7 +78,7 @@ def test_a_store_that_one_server_does_not_know_yet() -> None:
 def test_the_whole_weights() -> None:
     for servers in (1, 3):
         found = merged(cut_of(servers), "default")
-        assert {name: tuple(one.shape) for name, one in found.items()} == {
+        assert {name: tuple(array.shape) for name, array in found.items()} == {
             name: spec.shape for name, spec in snapshots.KEYS.items()
         }
         for name, spec in snapshots.KEYS.items():

@@ -67,8 +67,8 @@ def test_tensors_in_any_place_come_back(tmp_path: Path) -> None:
     assert not strided.is_contiguous()
     asking = torch.ones(3, requires_grad=True)
     keys = tuple(
-        KeySnapshot(name, Spec("float32", (len(one),)), 0, (SnapshotPart(0, snapshots.history(), one, {}),))
-        for name, one in {
+        KeySnapshot(name, Spec("float32", (len(item),)), 0, (SnapshotPart(0, snapshots.history(), item, {}),))
+        for name, item in {
             "e": big[:0],
             "b": big,
             "a": strided,
@@ -323,13 +323,13 @@ def test_tensors_and_json_must_agree(tmp_path: Path) -> None:
     whole = path.read_bytes()
     header, tensors = header_of(whole)
     name = "0/weight/float32"
-    pack(path, {("x" if one == name else one): row for one, row in header.items()}, tensors)
+    pack(path, {("x" if item == name else item): row for item, row in header.items()}, tensors)
     with pytest.raises(StorageError, match=f"'{name}' is missing"):
         snapshot_writer.read(path)
     pack(path, {**header, "__metadata__": {}}, tensors)
     with pytest.raises(StorageError, match="no snapshot of a kvps server"):
         snapshot_writer.read(path)
-    end = max(row["data_offsets"][1] for one, row in header.items() if one != "__metadata__")
+    end = max(row["data_offsets"][1] for item, row in header.items() if item != "__metadata__")
     header["9/weight/uint8"] = {"dtype": "U8", "shape": [1], "data_offsets": [end, end + 1]}
     pack(path, header, tensors + b"x")
     with pytest.raises(StorageError, match="belongs to no key"):
@@ -388,7 +388,7 @@ def test_files_that_are_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path.write_bytes(FILES[kind](path.read_bytes()))
     with pytest.raises(StorageError, match="cannot read the snapshot"):
         snapshot_writer.read(path)
-    assert [one.name for one in tmp_path.iterdir()] == ["image"], "something was executed"
+    assert [field.name for field in tmp_path.iterdir()] == ["image"], "something was executed"
 
 
 def test_a_file_that_is_not_there_or_a_folder(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from kvps.cli import checkpoint, flags, launch, main
 from kvps.core.membership_client import EXIT_CONFIG
 
 MODULES = {
-    one.name: importlib.import_module(f"kvps.cli.{one.name}")
-    for one in pkgutil.iter_modules(kvps.cli.__path__)
+    iter_module.name: importlib.import_module(f"kvps.cli.{iter_module.name}")
+    for iter_module in pkgutil.iter_modules(kvps.cli.__path__)
 } | {name: main.module_of(name) for name in main.COMMANDS}
 COMMANDS = [
     (name, words)

@@ -40,7 +40,7 @@ CODES = [
 
 
 def names_of(code: CodecSpec) -> str:
-    return f"{next(name for name, one in CODECS.items() if one == code.codec)}-{code.scale}"
+    return f"{next(name for name, item in CODECS.items() if item == code.codec)}-{code.scale}"
 
 
 def random(count: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
@@ -64,9 +64,9 @@ def test_encoded_values_and_residual_add_up_to_the_input(code: CodecSpec, count:
 
 @pytest.mark.parametrize("code", CODES, ids=names_of)
 def test_the_rest_alone_is_written_as_a_gradient_of_zeros_is(code: CodecSpec) -> None:
-    one, other = random(1000, 3), random(1000, 3)
-    assert torch.equal(encode(code, one), encode(code, other, torch.zeros(1000)))
-    assert torch.equal(one, other)
+    tensor, other = random(1000, 3), random(1000, 3)
+    assert torch.equal(encode(code, tensor), encode(code, other, torch.zeros(1000)))
+    assert torch.equal(tensor, other)
 
 
 @pytest.mark.parametrize("code", CODES, ids=names_of)
@@ -225,7 +225,7 @@ def test_elements_are_drawn_in_order_and_once(count: int, total: int) -> None:
 
 def test_another_seed_draws_others_and_in_time_all() -> None:
     assert not torch.equal(drawn(1, 20, 1000), drawn(2, 20, 1000))
-    assert len({int(one) for seed in range(200) for one in drawn(seed, 5, 50)}) == 50
+    assert len({int(item) for seed in range(200) for item in drawn(seed, 5, 50)}) == 50
 
 
 @pytest.mark.spec("R152")

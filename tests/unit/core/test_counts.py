@@ -21,7 +21,7 @@ def test_counters_are_copied() -> None:
 
 
 def test_the_table_has_each_name_that_a_core_counts() -> None:
-    source = "".join([one.read_text() for one in CORE.rglob("*.py")])
+    source = "".join([path.read_text() for path in CORE.rglob("*.py")])
     names = set(re.findall(r'(?:add|observe)\(\s*"(kvps_\w+)"', source))
     assert names
     assert names <= BY_NAME.keys()
@@ -29,9 +29,9 @@ def test_the_table_has_each_name_that_a_core_counts() -> None:
 
 def test_each_limit_of_a_core_is_in_the_table() -> None:
     folders = CORE, CORE.parent / "checkpoint"
-    sources = [one.read_text() for folder in folders for one in folder.rglob("*.py")]
-    limits = [found for one in sources for found in re.findall(r'limit="(\w+)"', one)]
-    raised = sum([len(re.findall(r"\bOverload\(", one)) for one in sources])
+    sources = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
+    limits = [found for source in sources for found in re.findall(r'limit="(\w+)"', source)]
+    raised = sum([len(re.findall(r"\bOverload\(", source)) for source in sources])
     assert len(limits) == len(set(limits)) == raised
     assert set(limits) == set(BY_NAME["kvps_overloads_total"].labels)
 

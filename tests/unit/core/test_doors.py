@@ -101,7 +101,7 @@ def test_reasons_are_shown_without_what_commands_a_terminal() -> None:
 
 def sent(effects: object) -> list[m.Message]:
     assert isinstance(effects, list)
-    return [one.packet.message for one in effects if isinstance(one, Send)]
+    return [effect.packet.message for effect in effects if isinstance(effect, Send)]
 
 
 # --- cuts -------------------------------------------------------------------------------------------
@@ -141,17 +141,17 @@ def test_an_order_that_fails_is_answered_and_the_next_is_carried_out(
         storage.FindCuts(0, 1, JOB, "", "me"),
         Read(0, 1, 3, "me"),
     ]
-    answers = [storage_thread.refusal(one, error) for one in orders]
-    assert [getattr(one, "error", None) for one in answers] == [error, error, None, error, error]
+    answers = [storage_thread.refusal(item, error) for item in orders]
+    assert [getattr(item, "error", None) for item in answers] == [error, error, None, error, error]
     letters: list[object] = []
     monkeypatch.setattr(storage_thread, "carry_out", fail)
-    one = storage_thread.StorageThread(
+    thread = storage_thread.StorageThread(
         str(tmp_path), SimpleNamespace(put=lambda door, answer: letters.append(answer))
     )  # type: ignore[arg-type]
     for order in orders:
-        one.order(Disk(order))
-    one.close()
-    assert [type(one) for one in letters] == [type(one) for one in answers if one is not None]
+        thread.order(Disk(order))
+    thread.close()
+    assert [type(letter) for letter in letters] == [type(item) for item in answers if item is not None]
     assert "MemoryError('for an image')" in str(letters[0].error)  # type: ignore[attr-defined]
 
 
@@ -163,7 +163,7 @@ def test_folders_of_numbers_that_no_cut_has_are_passed_over(
         (shelf.folder / name).mkdir()
     assert shelf.numbers() == [7]
     assert shelf.highest() == 7
-    assert len([one for one in caplog.messages if "is passed over" in one]) == 2
+    assert len([message for message in caplog.messages if "is passed over" in message]) == 2
 
 
 def test_rests_of_what_has_none() -> None:

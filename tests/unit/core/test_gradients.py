@@ -12,16 +12,16 @@ from kvps.tensors import SMALL_BYTES, TORCH, to_frame
 
 
 def strip(*pieces: list[float], dtype: torch.dtype = torch.float32) -> DenseGradient:
-    return DenseGradient([torch.tensor(one, dtype=dtype) for one in pieces])
+    return DenseGradient([torch.tensor(piece, dtype=dtype) for piece in pieces])
 
 
 def test_contiguous_gradient_is_not_copied() -> None:
     piece = torch.arange(4.0)
-    one = DenseGradient([piece])
-    assert one.joined() is piece
-    assert one.within(0, 4) is piece
-    assert one.part(0, 4) is one
-    part = one.part(1, 3)
+    dense_gradient = DenseGradient([piece])
+    assert dense_gradient.joined() is piece
+    assert dense_gradient.within(0, 4) is piece
+    assert dense_gradient.part(0, 4) is dense_gradient
+    part = dense_gradient.part(1, 3)
     assert part.joined().data_ptr() == piece[1:].data_ptr()
     assert part.edges == (2,)
 
@@ -40,8 +40,8 @@ def test_half_types_are_added_up_in_float32(dtype: torch.dtype) -> None:
 
 def test_a_sum_is_taken_in_the_order_of_its_parts() -> None:
     values = ([1e8], [1.0], [-1e8])
-    assert GradientSum(tuple(strip(one) for one in values)).whole().tolist() == [0.0]
-    assert GradientSum(tuple(strip(one) for one in (*values[::2], values[1]))).whole().tolist() == [1.0]
+    assert GradientSum(tuple(strip(value) for value in values)).whole().tolist() == [0.0]
+    assert GradientSum(tuple(strip(item) for item in (*values[::2], values[1]))).whole().tolist() == [1.0]
 
 
 def test_the_sum_of_one_is_a_copy() -> None:
@@ -94,22 +94,24 @@ def test_small_sums_have_the_bits_of_torch(dtype: DType, count: int) -> None:
 def test_other_sums_are_left_to_torch() -> None:
     floats = DTYPES[0]
     tensor, out = torch.randn(6), torch.zeros(6)
-    (one,) = received(tensor, dtype=floats)
-    assert not GradientSum((one,), divisor=2).into_frame(to_frame(out), "float32")
-    assert not GradientSum((one, DenseGradient([tensor]))).into_frame(to_frame(out), "float32")
-    assert not GradientSum((one,)).into_frame(to_frame(out), "int32"), "another type"
+    (item,) = received(tensor, dtype=floats)
+    assert not GradientSum((item,), divisor=2).into_frame(to_frame(out), "float32")
+    assert not GradientSum((item, DenseGradient([tensor]))).into_frame(to_frame(out), "float32")
+    assert not GradientSum((item,)).into_frame(to_frame(out), "int32"), "another type"
     assert not GradientSum((RowGradient(torch.tensor([1]), torch.ones(1, 2), 6),)).into_frame(
         to_frame(out), "float32"
     )
-    assert one.part(0, 6) is one
-    assert one.joined().equal(tensor)
-    assert not GradientSum((one,)).into_frame(to_frame(out), "float32"), "its tensor may have been written to"
+    assert item.part(0, 6) is item
+    assert item.joined().equal(tensor)
+    assert not GradientSum((item,)).into_frame(to_frame(out), "float32"), (
+        "its tensor may have been written to"
+    )
     assert out.tolist() == [0] * 6
 
 
 def test_large_gradients_and_halves_are_tensors_at_once() -> None:
     large = torch.randn(SMALL_BYTES // 4 + 1)
     for tensor, dtype in ((large, DTYPES[0]), (torch.randn(4).half(), DTYPES[2]), (large[:0], DTYPES[0])):
-        (one,) = received(tensor, dtype=dtype)
-        assert one.frame is None
-        assert one.joined().equal(tensor)
+        (item,) = received(tensor, dtype=dtype)
+        assert item.frame is None
+        assert item.joined().equal(tensor)

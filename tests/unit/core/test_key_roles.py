@@ -43,12 +43,12 @@ def test_a_key_that_has_ended_opens_nothing() -> None:
 
 @pytest.mark.spec("R245")
 def test_key_ring_that_learns_keys_answers_not_yet() -> None:
-    one = ring(learns=True)
-    assert one.decide(CURVE, "10.0.0.1", OTHER, 0.0) is Refusal.NOT_YET
-    one.sessions = {OTHER: "worker:3:18"}
-    assert one.decide(CURVE, "10.0.0.1", OTHER, 0.0) == Allow("worker:3:18")
-    assert one.decide(CURVE, "10.0.0.1", KEY, 0.0) is Refusal.NOT_YET, "a replaced one"
-    assert one.decide(NULL, "10.0.0.1", "", 0.0) is Refusal.NEVER
+    keyring = ring(learns=True)
+    assert keyring.decide(CURVE, "10.0.0.1", OTHER, 0.0) is Refusal.NOT_YET
+    keyring.sessions = {OTHER: "worker:3:18"}
+    assert keyring.decide(CURVE, "10.0.0.1", OTHER, 0.0) == Allow("worker:3:18")
+    assert keyring.decide(CURVE, "10.0.0.1", KEY, 0.0) is Refusal.NOT_YET, "a replaced one"
+    assert keyring.decide(NULL, "10.0.0.1", "", 0.0) is Refusal.NEVER
 
 
 def test_keys() -> None:

@@ -54,8 +54,8 @@ def test_help_names_the_limits_of_a_command(
     with pytest.raises(SystemExit):
         command.main(["--help"])  # type: ignore[attr-defined]
     told = " ".join(capsys.readouterr().out.split())
-    for name, one in TABLE.items():
-        assert (f"{name} ({one.default})" in told) == (role in one.roles), name
+    for name, item in TABLE.items():
+        assert (f"{name} ({item.default})" in told) == (role in item.roles), name
 
 
 @pytest.mark.parametrize("command", [scheduler, server])
@@ -67,19 +67,19 @@ def test_a_command_refuses_what_is_no_limit(command: object, capsys: pytest.Capt
 
 def test_the_page_has_each_limit_with_its_default() -> None:
     page = DOCS.read_text()
-    for name, one in TABLE.items():
+    for name, item in TABLE.items():
         (row,) = re.findall(rf"^\| `{name}` \|.*$", page, re.MULTILINE)
         words = [word.strip() for word in row.strip("|").split("|")]
-        shown = f"{one.default >> 20} MiB" if one.is_bytes else f"{one.default:,}"
+        shown = f"{item.default >> 20} MiB" if item.is_bytes else f"{item.default:,}"
         assert words[2] == shown, row
-        assert words[3] == ", ".join(one.roles), row
+        assert words[3] == ", ".join(item.roles), row
         assert re.findall(r"`(kvps_\w+)`", words[4])[0] in BY_NAME, row
 
 
 def test_all_are_in_the_table() -> None:
-    assert [one.name for one in fields(Limits)] == list(TABLE)
+    assert [field.name for field in fields(Limits)] == list(TABLE)
     assert {name for role in ("scheduler", "server") for name in limits_of_role(role)} == set(TABLE)
-    assert all(f"kvps-{one.roles[0]} --limit {name}=" in remedy(name) for name, one in TABLE.items())
+    assert all(f"kvps-{item.roles[0]} --limit {name}=" in remedy(name) for name, item in TABLE.items())
 
 
 def test_a_cluster_without_others_is_not_bounded() -> None:

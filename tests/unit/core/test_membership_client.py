@@ -101,7 +101,9 @@ class TestJoining:
         talk = Talk(Identity(role, "s", "here", 7, "kvps", guardian=role == Role.WORKER))
         talk.hear(Welcome(0, 1, 5, 2))
         talk.wait(100.0)
-        assert not [one for one in talk.effects if isinstance(one, Note) and one.level == "warning"]
+        assert not [
+            effect for effect in talk.effects if isinstance(effect, Note) and effect.level == "warning"
+        ]
 
 
 class TestLiving:
@@ -228,39 +230,39 @@ class TestKeys:
 
     @staticmethod
     def connects(effects: list[Effect]) -> list[bool]:
-        return [one.is_member for one in effects if isinstance(one, Connect)]
+        return [effect.is_member for effect in effects if isinstance(effect, Connect)]
 
     @pytest.mark.spec("R247")
     def test_member_enrols_before_each_hello_and_then_uses_its_session_key(self) -> None:
-        one = self.talk(public_key=KEY, command_key=KEY[::-1])
-        one.wait(1.0)
-        said = [type(each.packet.message) for each in one.effects if isinstance(each, Send)]
+        talk = self.talk(public_key=KEY, command_key=KEY[::-1])
+        talk.wait(1.0)
+        said = [type(each.packet.message) for each in talk.effects if isinstance(each, Send)]
         assert said == [Enrol, Hello, Enrol, Hello]
-        assert sends(one.effects, Enrol)[0].packet.message == Enrol(KEY, KEY[::-1])
-        assert self.connects(one.effects) == [False]
-        effects = one.hear(Welcome(3, 5, 4, 2))
+        assert sends(talk.effects, Enrol)[0].packet.message == Enrol(KEY, KEY[::-1])
+        assert self.connects(talk.effects) == [False]
+        effects = talk.hear(Welcome(3, 5, 4, 2))
         assert self.connects(effects) == [True]
         assert isinstance(effects[-1], Send), "and says at once that it is there"
-        assert self.connects(one.hear(Welcome(3, 5, 4, 2))) == []
+        assert self.connects(talk.hear(Welcome(3, 5, 4, 2))) == []
 
     def test_keys_of_the_view_belong_to_their_members(self) -> None:
-        one = self.talk(public_key=KEY)
-        assert one.member.key_of(WORKERS[1]) == ""
-        one.hear(Welcome(3, 5, 4, 2))
+        talk = self.talk(public_key=KEY)
+        assert talk.member.key_of(WORKERS[1]) == ""
+        talk.hear(Welcome(3, 5, 4, 2))
         members = tuple([member(node) for node in WORKERS[:2]])
-        one.hear(View(1, "running", "", members, keys=(KEY, "")))
-        assert one.member.key_of(WORKERS[0]) == KEY
-        assert one.member.key_of(WORKERS[1]) == one.member.key_of(WORKERS[4]) == ""
+        talk.hear(View(1, "running", "", members, keys=(KEY, "")))
+        assert talk.member.key_of(WORKERS[0]) == KEY
+        assert talk.member.key_of(WORKERS[1]) == talk.member.key_of(WORKERS[4]) == ""
 
     @pytest.mark.spec("R245")
     @pytest.mark.parametrize("is_member", [False, True])
     def test_unauthorized_process_gives_up(self, is_member: bool) -> None:
-        one = self.talk(public_key=KEY)
+        talk = self.talk(public_key=KEY)
         if is_member:
-            one.hear(Welcome(3, 5, 4, 2))
-        (end,) = one.hear(Error(0, Unauthorized.code, "no such key"))
+            talk.hear(Welcome(3, 5, 4, 2))
+        (end,) = talk.hear(Error(0, Unauthorized.code, "no such key"))
         assert end == Exit(78, "no such key")
-        assert isinstance(one.member.error, Unauthorized)
+        assert isinstance(talk.member.error, Unauthorized)
 
 
 # --- standbys ------------------------------------------------------------------------------------
@@ -284,6 +286,6 @@ def test_a_spare_says_what_it_wants_and_a_standby_how_its_copy_stands() -> None:
 def test_nobody_else_is_told_of_seats_and_says_how_a_copy_stands() -> None:
     talk = Talk()
     effects = talk.hear(Welcome(1, 9, 2, 2, replicas=1))
-    assert not [one for one in effects if isinstance(one, Finish)]
+    assert not [effect for effect in effects if isinstance(effect, Finish)]
     talk.wait(1.0)
     assert not sends(talk.effects, Standing)

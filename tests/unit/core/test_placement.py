@@ -20,9 +20,9 @@ def test_a_small_key_lives_on_its_home() -> None:
 
 def test_a_large_key_is_cut_into_aligned_parts_over_all_servers() -> None:
     got = parts("w", 100_000, servers=3)
-    assert [one.server for one in got] == [0, 2, 1]
-    assert [one.start for one in got] == [0, 32_768, 66_560]
-    assert [one.size for one in got] == [32_768, 33_792, 33_440]
+    assert [item.server for item in got] == [0, 2, 1]
+    assert [item.start for item in got] == [0, 32_768, 66_560]
+    assert [item.size for item in got] == [32_768, 33_792, 33_440]
 
 
 def test_the_hash_is_stable_for_ever() -> None:
@@ -93,21 +93,21 @@ def test_resnet50_on_4_servers_is_balanced(naming: str) -> None:
 )
 def test_tables_are_cut_between_rows(rows: int, width: int, servers: int, starts: list[int]) -> None:
     got = parts("w", rows * width, servers, width=width)
-    assert [one.start for one in got] == starts
-    assert sum(one.size for one in got) == rows * width
+    assert [item.start for item in got] == starts
+    assert sum(item.size for item in got) == rows * width
     spec = Spec("float32", (rows, width))
-    by_rows = [lies_by_rows(spec, [(one.start, one.size)]) for one in got]
+    by_rows = [lies_by_rows(spec, [(item.start, item.size)]) for item in got]
     assert by_rows == [rows >= servers] * servers
 
 
 @given(rows=st.integers(1, 5000), width=st.integers(1, 300), servers=st.integers(1, 8))
 def test_parts_of_any_table_are_whole_rows_and_none_is_empty(rows: int, width: int, servers: int) -> None:
     got = parts("w", rows * width, servers, 0, width)
-    assert [one.start for one in got] == [sum(p.size for p in got[:i]) for i in range(len(got))]
-    assert sum(one.size for one in got) == rows * width
-    assert all(one.size for one in got)
+    assert [item.start for item in got] == [sum(p.size for p in got[:i]) for i in range(len(got))]
+    assert sum(item.size for item in got) == rows * width
+    assert all(item.size for item in got)
     if rows >= servers and len(got) > 1:
-        assert all(one.start % width == 0 for one in got)
+        assert all(item.start % width == 0 for item in got)
         held, mean = loads({"w": got}, servers), rows * width / servers
         assert max(held) <= mean * (1 + 1 / 16) + width + ALIGN
         assert min(held) > 0

@@ -57,7 +57,7 @@ class Desk:
         at = Barrier("kv", "b", number, waits, number, resumed, what, code, text, refused)
         said = self.barriers.stand(rank, Waiter(f"w{rank}", self.seq), at)
         self.barriers.check({0, 1, 2})
-        return [(str(one.route), _text(one)) for one in said]
+        return [(str(effect.route), _text(effect)) for effect in said]
 
 
 def _text(answer: RoutedMessage) -> str:
@@ -125,13 +125,13 @@ class TestBarrier:
 
 
 def stage(**options: object) -> ServerStage:
-    one = ServerStage(workers=3, **options)  # type: ignore[arg-type]
-    one.open()
-    return one
+    server = ServerStage(workers=3, **options)  # type: ignore[arg-type]
+    server.open()
+    return server
 
 
 def errors(said: list[Said]) -> list[tuple[object, str]]:
-    return [(one.to, one.message.text) for one in said if isinstance(one.message, Error)]
+    return [(effect.to, effect.message.text) for effect in said if isinstance(effect.message, Error)]
 
 
 def declare(count: int, create: bool = False, refused: int = 0, key: str = "w") -> Declare:
@@ -141,18 +141,18 @@ def declare(count: int, create: bool = False, refused: int = 0, key: str = "w") 
 class TestServer:
     @pytest.mark.spec("R231")
     def test_keys_for_which_there_is_no_room(self) -> None:
-        one = stage(memory_limit=400)
-        one.init("there", [1.0])
-        assert one.say(1, declare(1000)) == []
-        told = errors(one.say(0, declare(1000, create=True)))
+        server = stage(memory_limit=400)
+        server.init("there", [1.0])
+        assert server.say(1, declare(1000)) == []
+        told = errors(server.say(0, declare(1000, create=True)))
         assert {to for to, _ in told} == {b"w0", b"w1"}
         assert len({text for _, text in told}) == 1
         assert "no room for key 'w'" in told[0][1]
-        assert [to for to, _ in errors(one.say(2, declare(1000)))] == [b"w2"]
-        assert one.say(1, declare(10, refused=1)) == []
-        assert heard(one.say(2, declare(1, key="there")), Declared)
-        one.init("w", torch.zeros(10))
-        assert heard(one.say(2, declare(10)), Declared)  # the key is there: it may be looked up
+        assert [to for to, _ in errors(server.say(2, declare(1000)))] == [b"w2"]
+        assert server.say(1, declare(10, refused=1)) == []
+        assert heard(server.say(2, declare(1, key="there")), Declared)
+        server.init("w", torch.zeros(10))
+        assert heard(server.say(2, declare(10)), Declared)  # the key is there: it may be looked up
 
     def setting(self, create: bool, refused: int = 0, **numbers: object) -> Message:
         made = optimizing("sgd", 1, create, **numbers)
@@ -160,61 +160,61 @@ class TestServer:
 
     @pytest.mark.spec("R231")
     def test_an_optimizer_that_cannot_be(self) -> None:
-        one = stage()
-        assert one.say(1, self.setting(create=False, lr=0.1)) == []
-        told = errors(one.say(0, Optimize("kv", 1, True, "nobody", {"lr": 0.1})))
+        server = stage()
+        assert server.say(1, self.setting(create=False, lr=0.1)) == []
+        told = errors(server.say(0, Optimize("kv", 1, True, "nobody", {"lr": 0.1})))
         assert {to for to, _ in told} == {b"w0", b"w1"}
-        assert [to for to, _ in errors(one.say(2, self.setting(create=False, lr=0.1)))] == [b"w2"]
-        assert one.say(1, self.setting(create=False, refused=1, lr=0.1)) == []
-        said = one.say(0, self.setting(create=True, refused=1, lr=0.1))
+        assert [to for to, _ in errors(server.say(2, self.setting(create=False, lr=0.1)))] == [b"w2"]
+        assert server.say(1, self.setting(create=False, refused=1, lr=0.1)) == []
+        said = server.say(0, self.setting(create=True, refused=1, lr=0.1))
         assert len(heard(said, Done)) == 2
 
     @pytest.mark.spec("R231")
     def test_ranks_that_differ_in_the_optimizer_or_its_rate(self) -> None:
-        one = stage()
-        one.say(0, self.setting(create=True, lr=0.1))
-        ((_, text),) = errors(one.say(1, self.setting(create=False, lr=0.2)))
-        assert errors(one.say(2, self.setting(create=False, lr=0.1))) == [(b"w2", text)]
-        assert heard(one.say(2, self.setting(create=False, refused=1, lr=0.1)), Done)
-        one.say(0, Rate("kv", 1, True, 0.5))
-        ((_, text),) = errors(one.say(1, Rate("kv", 1, False, 0.25)))
-        assert errors(one.say(2, Rate("kv", 1, False, 0.5))) == [(b"w2", text)]
-        assert heard(one.say(2, Rate("kv", 1, False, 0.5, refused=1)), Done)
+        server = stage()
+        server.say(0, self.setting(create=True, lr=0.1))
+        ((_, text),) = errors(server.say(1, self.setting(create=False, lr=0.2)))
+        assert errors(server.say(2, self.setting(create=False, lr=0.1))) == [(b"w2", text)]
+        assert heard(server.say(2, self.setting(create=False, refused=1, lr=0.1)), Done)
+        server.say(0, Rate("kv", 1, True, 0.5))
+        ((_, text),) = errors(server.say(1, Rate("kv", 1, False, 0.25)))
+        assert errors(server.say(2, Rate("kv", 1, False, 0.5))) == [(b"w2", text)]
+        assert heard(server.say(2, Rate("kv", 1, False, 0.5, refused=1)), Done)
 
 
 # --- a worker -----------------------------------------------------------------------------------------
 
 
 class TestWorker:
-    def refuse(self, one: Bench, kind: type[Message], error: KvpsError) -> None:
+    def refuse(self, worker: Bench, kind: type[Message], error: KvpsError) -> None:
         """Every server refuses the last request of this kind."""
         for server in (0, 1):
-            if seqs := one.seqs(kind, server):
-                one.server(server, Error(seqs[-1], error.code, str(error)))
+            if seqs := worker.seqs(kind, server):
+                worker.server(server, Error(seqs[-1], error.code, str(error)))
 
     def test_each_call_says_how_often_it_was_refused(self) -> None:
-        one = Bench(rank=1)
-        one.open()
+        worker = Bench(rank=1)
+        worker.open()
         for turn in range(3):
             keys = (("w", Spec("float32", (3,))),)
-            ticket = one.call(calls.Init("kv", keys, (torch.zeros(3),), 0))
-            assert one.sent(Declare)[-1].refused == turn
-            self.refuse(one, Declare, Overload("no room"))
-            assert isinstance(one.error(ticket), Overload)
+            ticket = worker.call(calls.Init("kv", keys, (torch.zeros(3),), 0))
+            assert worker.sent(Declare)[-1].refused == turn
+            self.refuse(worker, Declare, Overload("no room"))
+            assert isinstance(worker.error(ticket), Overload)
         for turn in range(3):
-            ticket = one.call(calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})))
-            assert (one.sent(Optimize)[-1].call, one.sent(Optimize)[-1].refused) == (1, turn)
-            self.refuse(one, Optimize, Mismatch("differs"))
-            assert isinstance(one.error(ticket), Mismatch)
+            ticket = worker.call(calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})))
+            assert (worker.sent(Optimize)[-1].call, worker.sent(Optimize)[-1].refused) == (1, turn)
+            self.refuse(worker, Optimize, Mismatch("differs"))
+            assert isinstance(worker.error(ticket), Mismatch)
         for turn in range(3):
-            ticket = one.call(calls.SetRate("kv", 0.1))
-            assert (one.sent(Rate)[-1].call, one.sent(Rate)[-1].refused) == (1, turn)
-            self.refuse(one, Rate, ConfigError("no optimizer"))
-            assert isinstance(one.error(ticket), ConfigError)
+            ticket = worker.call(calls.SetRate("kv", 0.1))
+            assert (worker.sent(Rate)[-1].call, worker.sent(Rate)[-1].refused) == (1, turn)
+            self.refuse(worker, Rate, ConfigError("no optimizer"))
+            assert isinstance(worker.error(ticket), ConfigError)
         for turn in range(3):
-            ticket = one.call(calls.StandAtBarrier("kv", "b", StorageError("no file") if turn else None))
-            sent = one.sent(Barrier)[-1]
+            ticket = worker.call(calls.StandAtBarrier("kv", "b", StorageError("no file") if turn else None))
+            sent = worker.sent(Barrier)[-1]
             assert (sent.number, sent.refused) == (0, turn)
             assert (sent.code, sent.text) == ((15, "no file") if turn else (0, ""))
-            one.scheduler(Error(one.seqs(Barrier)[-1], StorageError.code, "no file"))
-            assert isinstance(one.error(ticket), StorageError)
+            worker.scheduler(Error(worker.seqs(Barrier)[-1], StorageError.code, "no file"))
+            assert isinstance(worker.error(ticket), StorageError)

@@ -39,7 +39,7 @@ class Stage:
             self.now = max(self.now, due)
             effects += taken(self.supervisor, self.supervisor.on_timer(self.now))
         self.now = until
-        return [one for one in effects if not isinstance(one, Send) or said(one) != Beat(0)]
+        return [effect for effect in effects if not isinstance(effect, Send) or said(effect) != Beat(0)]
 
     def signal(self, number: int) -> list[Effect]:
         return taken(self.supervisor, self.supervisor.on_signal(number, self.now))
@@ -65,12 +65,12 @@ def said(effect: Effect) -> Message:
 
 
 def leaves(effects: Iterable[Effect]) -> list[Leave]:
-    sends = [said(one) for one in effects if isinstance(one, Send)]
-    return [one for one in sends if isinstance(one, Leave)]
+    sends = [said(effect) for effect in effects if isinstance(effect, Send)]
+    return [send for send in sends if isinstance(send, Leave)]
 
 
 def exits(effects: Iterable[Effect]) -> list[Exit]:
-    return [one for one in effects if isinstance(one, Exit)]
+    return [effect for effect in effects if isinstance(effect, Exit)]
 
 
 class TestJoining:
@@ -111,7 +111,7 @@ class TestRunning:
         stage.end(3)
         effects = stage.wait(LEAVE_MAX_S + 1)
         assert len(leaves(effects)) == LEAVE_MAX_S
-        assert [one.text for one in effects if isinstance(one, Note)] == [
+        assert [effect.text for effect in effects if isinstance(effect, Note)] == [
             "the scheduler did not answer LEAVE in 5 s"
         ]
         assert exits(effects)[0] == Exit(3, "it ended")
@@ -122,7 +122,7 @@ class TestRunning:
         assert stage.wait(END_MAX_S - 0.1) == []
         assert stage.wait(0.2) == [Finish(KILL)]
         assert leaves(stage.end(137)) == [Leave(False, 137, True, "it ended")]
-        assert not [one for one in stage.wait(60) if isinstance(one, Finish)]
+        assert not [item for item in stage.wait(60) if isinstance(item, Finish)]
 
     def test_gives_a_command_that_may_leave_its_time_for_that(self) -> None:
         stage = running(grace_s=30.0)

@@ -32,15 +32,15 @@ def test_an_attribute_is_described_once() -> None:
     }
     assert kvps.torch.DiLoCo in classes
     twice = {
-        f"{one.__qualname__}.{name}"
-        for one in classes
-        for name in re.findall(r"^    (\w+): ", _attributes(one), re.MULTILINE)
-        if isinstance(getattr(one, name, None), property)
+        f"{kind.__qualname__}.{name}"
+        for kind in classes
+        for name in re.findall(r"^    (\w+): ", _attributes(kind), re.MULTILINE)
+        if isinstance(getattr(kind, name, None), property)
     }
     assert not twice
 
 
-def _attributes(one: type) -> str:
+def _attributes(item: type) -> str:
     """Return the section of a class's text that describes its attributes."""
-    _, _, rest = inspect.cleandoc(one.__doc__ or "").partition("\nAttributes:\n")
+    _, _, rest = inspect.cleandoc(item.__doc__ or "").partition("\nAttributes:\n")
     return rest.partition("\n\n")[0]

@@ -77,7 +77,7 @@ def faults_of(words: list[str]) -> Iterator[str]:
     command, *rest = words
     if command == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        yield from (f"no target {one}" for one in rest if one.islower() and one not in targets)
+        yield from (f"no target {item}" for item in rest if item.islower() and item not in targets)
     elif command == "python":
         yield from faults_of_python(rest)
     elif command.startswith("kvps"):
@@ -114,8 +114,8 @@ def faults_of_python(words: list[str]) -> Iterator[str]:
         if importlib.util.find_spec(module) is None:
             yield f"no module {module}"
         if module == "pytest":
-            paths = [one.split("::")[0] for one in words[2:] if one.startswith("tests/")]
-            yield from (f"no file {one}" for one in paths if not (ROOT / one).exists())
+            paths = [word.split("::")[0] for word in words[2:] if word.startswith("tests/")]
+            yield from (f"no file {path}" for path in paths if not (ROOT / path).exists())
     elif words and words[0].endswith(".py") and words[0] not in OTHERS:
         script = ROOT / words[0]
         if not script.exists():
@@ -151,8 +151,8 @@ def test_missing_flags_files_and_commands_are_found() -> None:
         "KVPS_NO_SUCH=1 python train.py": "no variable KVPS_NO_SUCH",
         "python -m pytest tests/none.py": "no file tests/none.py",
     }
-    assert {one: [*faults_of(shlex.split(one))] for one in wrong} == {
-        one: [fault] for one, fault in wrong.items()
+    assert {item: [*faults_of(shlex.split(item))] for item in wrong} == {
+        item: [fault] for item, fault in wrong.items()
     }
 
 

@@ -20,7 +20,7 @@ def test_nothing_leaves_the_picture() -> None:
         root = ElementTree.fromstring(draw().svg())
         width, height = map(float, root.attrib["viewBox"].split()[2:])
         for text in root.iter("{http://www.w3.org/2000/svg}text"):
-            x, y, size = (float(text.attrib[one]) for one in ("x", "y", "font-size"))
+            x, y, size = (float(text.attrib[item]) for item in ("x", "y", "font-size"))
             long = 0.56 * size * len(text.text or "")
             left = x - {"start": 0.0, "middle": long / 2, "end": long}[text.attrib["text-anchor"]]
             assert left >= 0, (name, text.text)
@@ -39,14 +39,14 @@ def test_every_diagram_is_in_a_page() -> None:
 
 def test_timelines_keep_their_rule() -> None:
     def steps_ahead(rule: object) -> int:
-        intervals = [one for one in diagrams.stepped(rule) if one.step]
+        intervals = [item for item in diagrams.stepped(rule) if item.step]
         most = 0
-        for one in intervals:
+        for interval in intervals:
             done = [
-                sum(other.worker == worker and other.end <= one.begin for other in intervals)
+                sum(other.worker == worker and other.end <= interval.begin for other in intervals)
                 for worker in range(len(diagrams.COMPUTE))
             ]
-            most = max(most, one.step - 1 - min(done))
+            most = max(most, interval.step - 1 - min(done))
         return most
 
     assert steps_ahead(lambda own, every: own == min(every)) == 0

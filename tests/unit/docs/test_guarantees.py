@@ -12,7 +12,7 @@ def test_guarantee_names_a_test_that_exists(line: str) -> None:
     named = TEST.search(line)
     assert named, "this line names no test"
     tree = ast.parse((ROOT / named[1]).read_text(encoding="utf-8"))
-    functions = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
+    functions = {field.name for field in tree.body if isinstance(field, ast.FunctionDef)}
     assert named[2] is None or named[2] in functions
     assert any(name.startswith("test_") for name in functions)
 
@@ -22,4 +22,4 @@ def test_a_line_whose_test_does_not_run_every_day_is_told() -> None:
     named = [match[0].strip("| `") for line in lines() if (match := TEST.search(line))]
     everyday = [f"{EVERYDAY.get(test, test)}[case]" for test in named]
     assert faults(everyday) == []
-    assert all(any(f" names {test}, " in one for one in faults([])) for test in named)
+    assert all(any(f" names {test}, " in fault for fault in faults([])) for test in named)

@@ -49,7 +49,7 @@ def test_the_files_are_up_to_date() -> None:
 
 
 def test_alerts_name_metrics_of_the_table() -> None:
-    names = {one.name for one in METRICS}
+    names = {field.name for field in METRICS}
     for alert in monitoring.ALERTS:
         found = set(re.findall(r"kvps_\w+", alert.expression))
         assert found
@@ -58,8 +58,8 @@ def test_alerts_name_metrics_of_the_table() -> None:
 
 def test_the_dashboard_has_a_panel_for_each_metric() -> None:
     panels = json.loads(monitoring.dashboard())["panels"]
-    assert [one["title"] for one in panels] == [one.name for one in METRICS]
-    assert len({one["id"] for one in panels}) == len(panels)
+    assert [panel["title"] for panel in panels] == [field.name for field in METRICS]
+    assert len({panel["id"] for panel in panels}) == len(panels)
 
 
 @needs_promtool

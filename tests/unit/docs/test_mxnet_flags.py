@@ -54,5 +54,5 @@ def test_a_flag_that_is_refused_names_the_way_out(
     told = capsys.readouterr().err
     assert re.match(rf"kvps-launch: {re.escape(shlex.split(given)[0])}\b", told), told
     key_words = {"mpirun", "PE_HOSTFILE", "ssh", "rsync", "go round", "byteps", "runs where", "free"}
-    assert [one for one in key_words if one in told.lower() or one in told], told
+    assert [key_word for key_word in key_words if key_word in told.lower() or key_word in told], told
     assert here.startswith("refused: ")

@@ -51,9 +51,12 @@ def test_every_method_has_a_row_with_its_arguments() -> None:
         if isinstance(ours, property):
             assert "(" not in found[0]
             continue
-        given = [one.strip() for one in found[0].partition("(")[2].rstrip(")").split(",") if one]
-        arguments = [one for one in inspect.signature(ours).parameters.values() if one.name != "self"]
-        shown = [one.name if one.default is one.empty else f"{one.name}={one.default!r}" for one in arguments]
+        given = [item.strip() for item in found[0].partition("(")[2].rstrip(")").split(",") if item]
+        arguments = [param for param in inspect.signature(ours).parameters.values() if param.name != "self"]
+        shown = [
+            argument.name if argument.default is argument.empty else f"{argument.name}={argument.default!r}"
+            for argument in arguments
+        ]
         assert shown == given, method
 
 
@@ -76,7 +79,7 @@ def test_arrays_have_what_the_page_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*OF_PS_LITE, *(f"MXNET_KVSTORE_{one}" for one in OF_MXNET), "MXNET_UPDATE_ON_KVSTORE"]
+    "name", [*OF_PS_LITE, *(f"MXNET_KVSTORE_{item}" for item in OF_MXNET), "MXNET_UPDATE_ON_KVSTORE"]
 )
 def test_every_variable_has_a_row_that_is_true(name: str) -> None:
     """What is said to have no effect stands nowhere in the code, and what counts does."""

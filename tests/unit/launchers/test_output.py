@@ -132,9 +132,9 @@ def sleeper() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
         return started[-1]
 
     yield start
-    for one in started:
-        one.kill()
-        one.wait()
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 OWNER = """
@@ -201,10 +201,10 @@ class TestLeash:
         assert owner.communicate(timeout=10)[0] == b""
 
     def test_a_signal_to_nobody(self, sleeper: Callable[[], subprocess.Popen[bytes]]) -> None:
-        one = sleeper()
-        kill(one.pid, signal.SIGTERM)
-        assert one.wait() == -signal.SIGTERM
-        kill(one.pid)
+        iterator = sleeper()
+        kill(iterator.pid, signal.SIGTERM)
+        assert iterator.wait() == -signal.SIGTERM
+        kill(iterator.pid)
 
 
 # --- equal tracebacks of several processes --------------------------------------------------------
@@ -321,4 +321,4 @@ def test_a_process_that_logs_tracebacks_for_ever_is_shown_and_not_kept() -> None
     assert len(folder._kept["worker"]) == KEPT_MAX
     long = [HEADER, *[b"  again"] * LINES_MAX]
     assert folder.feed(worker(0), long, 1e6) == long
-    assert max(len(one.lines) for one in folder._kept["worker"]) == LINES_MAX
+    assert max(len(item.lines) for item in folder._kept["worker"]) == LINES_MAX

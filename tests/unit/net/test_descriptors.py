@@ -107,5 +107,7 @@ def test_exhausted_descriptors_are_reported(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         transport.close(0.0)
     assert transport.refused.connections["no_descriptor"] == 3
-    assert [one for one in caplog.messages if "all file descriptors of this process are in use" in one]
+    assert [
+        message for message in caplog.messages if "all file descriptors of this process are in use" in message
+    ]
     assert len(caplog.messages) == 1

@@ -38,7 +38,7 @@ class Door(Doorman):
 
     def take(self, packet: Packet | bytes, route: str | bytes = ROUTE) -> Packet | None:
         frames = [packet] if isinstance(packet, bytes) else wire.encode(packet)
-        return self.decode(route, cast("Sequence[zmq.Frame]", [zmq.Frame(one) for one in frames]))
+        return self.decode(route, cast("Sequence[zmq.Frame]", [zmq.Frame(frame) for frame in frames]))
 
 
 def test_permitted_message_is_decoded() -> None:
@@ -120,26 +120,26 @@ REFUSED_MAX = TABLE["refused"].default
 
 @pytest.mark.spec("R244")
 def test_a_hundred_in_ten_seconds_are_too_many() -> None:
-    one = Misbehaviour()
-    assert not any(one.refused(b"a", number / 100) for number in range(REFUSED_MAX - 1))
-    assert not one.is_ignored(b"a", 1.0)
-    assert one.refused(b"a", 1.0)
-    assert one.is_ignored(b"a", 1.0 + IGNORED_S - 0.1)
-    assert not one.is_ignored(b"b", 1.0)
-    assert not one.is_ignored(b"a", 1.0 + IGNORED_S)
-    assert not one.refused(b"a", 1.0 + IGNORED_S), "the count begins anew"
+    misbehaviour = Misbehaviour()
+    assert not any(misbehaviour.refused(b"a", number / 100) for number in range(REFUSED_MAX - 1))
+    assert not misbehaviour.is_ignored(b"a", 1.0)
+    assert misbehaviour.refused(b"a", 1.0)
+    assert misbehaviour.is_ignored(b"a", 1.0 + IGNORED_S - 0.1)
+    assert not misbehaviour.is_ignored(b"b", 1.0)
+    assert not misbehaviour.is_ignored(b"a", 1.0 + IGNORED_S)
+    assert not misbehaviour.refused(b"a", 1.0 + IGNORED_S), "the count begins anew"
 
 
 def test_a_few_now_and_then_are_not() -> None:
-    one = Misbehaviour()
+    misbehaviour = Misbehaviour()
     for span in range(5):
-        assert not any(one.refused(b"a", span * WITHIN_S) for _ in range(REFUSED_MAX - 1))
+        assert not any(misbehaviour.refused(b"a", span * WITHIN_S) for _ in range(REFUSED_MAX - 1))
 
 
 def test_oldest_refusals_are_forgotten() -> None:
-    one = Misbehaviour()
+    misbehaviour = Misbehaviour()
     for _ in range(REFUSED_MAX):
-        one.refused(b"a", 0.0)
+        misbehaviour.refused(b"a", 0.0)
     for number in range(KEPT_MAX):
-        one.refused(number.to_bytes(4, "big"), 0.0)
-    assert not one.is_ignored(b"a", 0.0)
+        misbehaviour.refused(number.to_bytes(4, "big"), 0.0)
+    assert not misbehaviour.is_ignored(b"a", 0.0)

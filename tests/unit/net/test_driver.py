@@ -330,4 +330,6 @@ def test_notes_are_logged(level: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "kvps")
     script = Script([[("a", PACKET)]], answers={"packet of 'a' at 0": [Note(level, "100 %"), END]})
     run(script)
-    assert [(one.levelname.lower(), one.getMessage()) for one in caplog.records] == [(level, "100 %")]
+    assert [(record.levelname.lower(), record.getMessage()) for record in caplog.records] == [
+        (level, "100 %")
+    ]

@@ -41,9 +41,9 @@ class Port:
 
 @pytest.fixture
 def port() -> Iterator[Port]:
-    one = Port()
-    yield one
-    for each in one.open:
+    item = Port()
+    yield item
+    for each in item.open:
         each.close()
 
 
@@ -139,8 +139,8 @@ def test_unless_it_comes_in_parts_that_take_far_more_memory(
 def test_many_strangers_have_a_limit_together(port: Port) -> None:
     crowd = [port.connection() for _ in range(4)]
     small = port.connection()
-    for one in crowd:
-        send(*one, 80_000)
+    for item in crowd:
+        send(*item, 80_000)
     send(*small, PETTY_BYTES // 2)
     port.look()
     assert sorted(is_open(theirs) for theirs, _ in crowd) == [False, True, True, True]
@@ -156,8 +156,8 @@ def test_a_descriptor_that_is_another_s_by_now_is_left_alone(
     send(theirs, ours, 150_000)
     port.look()
     assert is_open(theirs)
-    for one in other.open:
-        one.close()
+    for item in other.open:
+        item.close()
     port.inflow.opened(ours.fileno() if ours.fileno() >= 0 else 10**6)
     port.look()  # closed, and no socket at all
     left, right = socket.socketpair()
@@ -212,9 +212,9 @@ def test_of_very_many_that_say_nothing_the_oldest_are_closed(
     idle = [port.connection()[0] for _ in range(4)]
     port.now += inflow.IDLE_S - 2.0
     port.look()
-    assert all(is_open(one) for one in idle)
+    assert all(is_open(item) for item in idle)
     port.look()
-    assert [is_open(one) for one in idle] == [False, False, True, True]
+    assert [is_open(item) for item in idle] == [False, False, True, True]
     assert is_open(known)
     (line,) = caplog.messages
     assert "it has sent nothing" in line
@@ -222,5 +222,5 @@ def test_of_very_many_that_say_nothing_the_oldest_are_closed(
     more = [port.connection()[0] for _ in range(2)]
     port.now += inflow.IDLE_S
     port.look()
-    assert [is_open(one) for one in more] == [True, True]
+    assert [is_open(item) for item in more] == [True, True]
     assert "(1 more were closed since the last line of this kind)" in caplog.messages[-1]

@@ -89,7 +89,7 @@ class TestKin:
 
     def test_a_system_that_does_not_tell(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(socket, "SO_PEERCRED")
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(f"\0kvps-untold-{os.getpid()}")
-            one.listen()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.bind(f"\0kvps-untold-{os.getpid()}")
+            connection.listen()
             assert not is_kin(f"ipc://@kvps-untold-{os.getpid()}")

@@ -57,9 +57,9 @@ class Machine:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     for module in (memory, memory_watch):
         monkeypatch.setattr(module, "machine_bytes", lambda: 1000 * MIB)
-    one = Machine(tmp_path)
-    one.status(100, 50)
-    return one
+    item = Machine(tmp_path)
+    item.status(100, 50)
+    return item
 
 
 def test_without_a_limit_it_is_this_process_of_the_machine(machine: Machine) -> None:

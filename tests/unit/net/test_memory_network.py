@@ -30,7 +30,7 @@ def ends(network: MemoryNetwork) -> tuple[MemoryTransport, MemoryTransport]:
 
 
 def heard(end: MemoryTransport) -> list[Message | Disconnected]:
-    return [one if isinstance(one, Disconnected) else one.message for _, one in end.poll(0)]
+    return [packet if isinstance(packet, Disconnected) else packet.message for _, packet in end.poll(0)]
 
 
 def test_payload_is_copied_before_it_may_change(network: MemoryNetwork) -> None:
@@ -66,5 +66,5 @@ def test_malformed_packet_is_an_error_and_the_rest_is_kept(network: MemoryNetwor
     got = [next(polled)[1]]
     with pytest.raises(ProtocolError):
         next(polled)
-    got += [one for _, one in server.poll(None)]
-    assert [one.message for one in got if isinstance(one, Packet)] == [Done(1), Done(2)]
+    got += [item for _, item in server.poll(None)]
+    assert [item.message for item in got if isinstance(item, Packet)] == [Done(1), Done(2)]

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.spec("R222")
 def dies_at(moves: list[Moved], silence_s: float = SILENCE_S) -> int | None:
     """Look once a second; return at which look it was taken for dead."""
     pulse = Pulse(silence_s, 0.0)
-    return next((index for index, one in enumerate(moves, 1) if pulse.is_dead(float(index), one)), None)
+    return next((index for index, item in enumerate(moves, 1) if pulse.is_dead(float(index), item)), None)
 
 
 def test_a_connection_that_carries_nothing_is_dead_after_its_silence() -> None:

@@ -41,14 +41,14 @@ def sent(flow: Outflow, route: str, hold: Hold | None = None, copied: int = 0) -
 
 def test_sent_payload_is_released_whatever_others_read() -> None:
     flow, holds = Outflow(), [Hold() for _ in range(3)]
-    trackers = [sent(flow, route, one) for route, one in zip("aab", holds, strict=True)]
+    trackers = [sent(flow, route, item) for route, item in zip("aab", holds, strict=True)]
     trackers[1].done = trackers[2].done = True
     flow.look()
-    assert [one.released for one in holds] == [0, 0, 1]
+    assert [hold.released for hold in holds] == [0, 0, 1]
     trackers[0].done = True
     flow.look()
     flow.look()
-    assert [one.released for one in holds] == [1, 1, 1]
+    assert [hold.released for hold in holds] == [1, 1, 1]
 
 
 def test_route_that_reads_nothing_gets_no_more() -> None:

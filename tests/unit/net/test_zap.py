@@ -71,9 +71,9 @@ class Door:
 
 @pytest.fixture(params=[False, True], ids=["scheduler", "server"])
 def door(request: pytest.FixtureRequest) -> Iterator[Door]:
-    one = Door(learns=request.param)
-    yield one
-    one.context.destroy(0)
+    item = Door(learns=request.param)
+    yield item
+    item.context.destroy(0)
 
 
 @pytest.mark.spec("R245")
@@ -110,24 +110,24 @@ def test_an_unknown_key_is_refused_and_told_of_once(door: Door, caplog: pytest.L
 
 @pytest.mark.spec("R245")
 def test_a_server_waits_for_the_view_that_names_a_key() -> None:
-    one = Door(learns=True)
-    one.come(one.session)
-    assert one.porter.waiting[0].until == WAITS_MAX_S
-    one.porter.look()
-    assert one.heard(100) is None
-    one.porter.trust({one.session.public: "worker:0:1"})
-    assert one.heard() == "worker:0:1"
-    assert not one.porter.waiting
-    one.context.destroy(0)
+    door = Door(learns=True)
+    door.come(door.session)
+    assert door.porter.waiting[0].until == WAITS_MAX_S
+    door.porter.look()
+    assert door.heard(100) is None
+    door.porter.trust({door.session.public: "worker:0:1"})
+    assert door.heard() == "worker:0:1"
+    assert not door.porter.waiting
+    door.context.destroy(0)
 
 
 def test_waiting_handshakes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zap, "WAITING_MAX", 1)
-    one = Door(learns=True)
-    one.come(new_pair())
-    one.come(new_pair())
-    assert one.porter.refused == {"unknown_key": 1}
-    one.context.destroy(0)
+    door = Door(learns=True)
+    door.come(new_pair())
+    door.come(new_pair())
+    assert door.porter.refused == {"unknown_key": 1}
+    door.context.destroy(0)
 
 
 def test_keys_need_a_libzmq_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,21 +156,21 @@ class TestHandshakes:
     @pytest.mark.spec("R245")
     def test_another_scheduler(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(zap, "greeting_of", lambda endpoint: b"CURVE")
-        one = Handshakes(self.KEYS)
-        answers = [one.failed(ENDPOINT, NO_DETAIL, 32, 0.01) for _ in range(2 * FAILURES_MAX)]
+        handshakes = Handshakes(self.KEYS)
+        answers = [handshakes.failed(ENDPOINT, NO_DETAIL, 32, 0.01) for _ in range(2 * FAILURES_MAX)]
         assert [answer[0] for answer in answers].index(True) == FAILURES_MAX - 1, "the other key"
         assert [bool(answer[1]) for answer in answers] == [False] * (2 * FAILURES_MAX - 1) + [True]
         assert "is not the scheduler whose public key" in answers[-1][1]
 
     def test_a_relay_and_one_that_stands_still_are_no_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        one = Handshakes(self.KEYS)
+        handshakes = Handshakes(self.KEYS)
         for _ in range(9):
-            assert one.failed(ENDPOINT, NO_DETAIL, 32, 0.01) == (False, ""), "nobody greets there"
+            assert handshakes.failed(ENDPOINT, NO_DETAIL, 32, 0.01) == (False, ""), "nobody greets there"
         monkeypatch.setattr(zap, "greeting_of", lambda endpoint: b"CURVE")
         for _ in range(9):
-            assert one.failed(ENDPOINT, NO_DETAIL, 11, 5.0) == (False, ""), "it was slow"
-        one.succeeded("scheduler")
-        assert one.failed(ENDPOINT, NO_DETAIL, 32, 0.01) == (False, "")
+            assert handshakes.failed(ENDPOINT, NO_DETAIL, 11, 5.0) == (False, ""), "it was slow"
+        handshakes.succeeded("scheduler")
+        assert handshakes.failed(ENDPOINT, NO_DETAIL, 32, 0.01) == (False, "")
 
     @pytest.mark.spec("R245")
     @pytest.mark.parametrize("mechanism", [b"NULL", b"CURVE"])

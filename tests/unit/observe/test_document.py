@@ -16,8 +16,8 @@ MADE_BY_THE_SAMPLER = {*("kvps_up_info", "kvps_ready", "kvps_loop_lag_seconds", 
 
 def gauges(role: str) -> set[str]:
     """Return the gauges that the state of a role has to have; those of publications are there with them."""
-    gauges = [one for one in of_role(role) if one.kind == "gauge" and "publication" not in one.label]
-    return {one.name for one in gauges} - MADE_BY_THE_SAMPLER
+    gauges = [item for item in of_role(role) if item.kind == "gauge" and "publication" not in item.label]
+    return {gauge.name for gauge in gauges} - MADE_BY_THE_SAMPLER
 
 
 def test_a_server() -> None:
@@ -58,7 +58,7 @@ def test_refusals_of_a_server() -> None:
 
 def refusals(stage: ServerStage) -> dict[tuple[str, str], int]:
     names = ("kvps_refusals_total", "kvps_overloads_total")
-    return {at: one for at, one in stage.server.counts.values().items() if at[0] in names}
+    return {at: item for at, item in stage.server.counts.values().items() if at[0] in names}
 
 
 def test_a_scheduler() -> None:
@@ -87,7 +87,7 @@ def test_a_scheduler_shows_since_when_seats_are_held_and_what_happened() -> None
     assert found["checkpoints"]["stage"] == ""
     (fault,) = found["faults"]
     assert (fault["member"], fault["is_over"], fault["steps"]) == ("worker 0", False, [])
-    assert any(one["text"].startswith("worker 0 (host-w0:7) lost") for one in found["events"])
+    assert any(item["text"].startswith("worker 0 (host-w0:7) lost") for item in found["events"])
 
 
 def test_a_checkpoint_that_is_being_taken() -> None:
@@ -118,4 +118,4 @@ def test_members_of_a_restarted_scheduler_have_no_known_age() -> None:
     stage.form()
     stage.restart()
     found: Any = document.state_of(stage.scheduler, stage.now).status["members"]
-    assert [one["held_s"] for one in found] == [None, None]
+    assert [item["held_s"] for item in found] == [None, None]

@@ -58,8 +58,8 @@ def test_waits_and_open_rounds_are_named_from_ten_seconds_on(
     waits: Sequence[Wait], rounds: Sequence[OldRound], texts: Sequence[str]
 ) -> None:
     found = judge(waits, rounds)
-    assert [one.text for one in found] == texts
-    assert all(one.level is Level.WARN for one in found)
+    assert [item.text for item in found] == texts
+    assert all(item.level is Level.WARN for item in found)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_long_circle_is_cut_short() -> None:
 def progress_of(seen: Seen) -> list[Finding]:
     """Return the findings of doctor's check of progress."""
     found = diagnose(Measurements("tcp://h:1", seen=seen, connect_s=0.1))
-    return [one for one in found if one.topic == "progress"]
+    return [item for item in found if item.topic == "progress"]
 
 
 def shown(seen: Seen) -> list[str]:
@@ -99,7 +99,7 @@ def shown(seen: Seen) -> list[str]:
     out = io.StringIO()
     job = JobModel().take(document_of(JOB, seen), 0.0)
     Console(file=out, width=400).print(rendered(job, "", 400, None))
-    dashboard = " ".join(f"{one['text']} {one['advice']}" for one in job["findings"])
+    dashboard = " ".join(f"{item['text']} {item['advice']}" for item in job["findings"])
     return [screen(job), out.getvalue(), report(progress_of(seen), False), dashboard]
 
 
@@ -124,7 +124,7 @@ def test_workers_that_wait_for_each_other_are_named_in_all_places() -> None:
     stage.barrier("w1", name="epoch")
     running(stage, 8, w0="push()", w1="barrier()")
     seen = look(stage)
-    assert [(one.rank, one.call, one.ranks) for one in seen.waits] == [
+    assert [(wait.rank, wait.call, wait.ranks) for wait in seen.waits] == [
         (0, "push()", (1,)),
         (1, "barrier()", (0,)),
     ]
@@ -144,7 +144,7 @@ def test_another_rank_that_sets_a_rate_waits_for_rank_0() -> None:
     stage = Stage(2, 1)
     stage.form()
     running(stage, 5, w0="", w1="set_learning_rate()")
-    assert [(one.rank, one.ranks) for one in look(stage).waits] == [(1, (0,))]
+    assert [(wait.rank, wait.ranks) for wait in look(stage).waits] == [(1, (0,))]
 
 
 @pytest.mark.spec("R405")
@@ -166,5 +166,5 @@ def test_at_no_barrier_and_in_no_round_it_is_not_known_for_whom_a_worker_waits()
     stage.form()
     stage.say("w2", Barrier("kv", "a", 0))
     running(stage, 12, w0="pull()")
-    assert [(one.rank, one.ranks) for one in look(stage).waits] == [(0, ())]
+    assert [(wait.rank, wait.ranks) for wait in look(stage).waits] == [(0, ())]
     assert all("orker 0 has waited in pull() for 11 s" in place for place in shown(look(stage)))

@@ -72,9 +72,9 @@ def served(loop: Loop, path: str, token: str = "", place: Place | None = None) -
 def samples(text: bytes) -> dict[tuple[str, str], float]:
     """Return what Prometheus reads, by name and label values."""
     return {
-        (one.name, ",".join(one.labels.values())): one.value
+        (sample.name, ",".join(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(text.decode())
-        for one in family.samples
+        for sample in family.samples
     }
 
 
@@ -137,7 +137,10 @@ def test_metrics_are_what_was_counted() -> None:
 @pytest.mark.parametrize("role", ["scheduler", "server"])
 def test_a_role_shows_its_metrics_before_anything_has_happened(role: str) -> None:
     text = metrics.text_of(role, sampler.Sample())
-    families = {one.name: one for one in text_string_to_metric_families(text.decode())}
+    families = {
+        text_string_to_metric_family.name: text_string_to_metric_family
+        for text_string_to_metric_family in text_string_to_metric_families(text.decode())
+    }
     for metric in of_role(role):
         family = families.pop(metric.name.removesuffix("_total"))
         assert (family.type, family.documentation) == (metric.kind, metric.help)
@@ -243,14 +246,14 @@ def test_silent_clients_keep_no_probe_out() -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{address[1]}/livez", timeout=3) as answer:
             assert answer.status == 200
         assert silent[0].recv(1) == b""  # the oldest was cut off
-        for one in silent:
-            one.close()
+        for item in silent:
+            item.close()
 
 
 def test_nothing_is_served_where_nothing_is_asked_for() -> None:
     loop = Loop()
     with serving_if_asked(None, "server", loop.sampler):
-        assert not [one for one in threading.enumerate() if one.name == "kvps-http"]
+        assert not [thread for thread in threading.enumerate() if thread.name == "kvps-http"]
     assert loop.turn() == 0
 
 
@@ -279,7 +282,7 @@ def test_the_page_asks_no_other_host_and_has_no_inline_script() -> None:
     assert not re.search(rb"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|https?:|url\(", own)
     files = {name for name, _ in assets.FILES.values()} | {"LICENSE.uplot"}
     folder = Path(assets.__file__).parent / "page"
-    assert {one.name for one in folder.iterdir()} == files
+    assert {field.name for field in folder.iterdir()} == files
 
 
 def test_the_token_guards_all_figures_and_none_of_the_files() -> None:
@@ -360,8 +363,8 @@ def test_a_stream_is_not_cut_off_by_many_other_clients() -> None:
             assert silent[0].recv(1) == b""
             while b"nothing new" not in (some := stream.recv(4096)):
                 assert some
-            for one in silent:
-                one.close()
+            for item in silent:
+                item.close()
 
 
 def test_every_answer_forbids_other_hosts_and_inline_scripts() -> None:

@@ -66,7 +66,7 @@ def test_messages_have_hashes_and_new_fields_come_last(cls: type[Message]) -> No
     assert not hasattr(cls, "__dict__") or "__dict__" not in cls.__slots__
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     missing = dataclasses.MISSING
-    has_default = [one.default is not missing or one.default_factory is not missing for one in fields]
+    has_default = [field.default is not missing or field.default_factory is not missing for field in fields]
     assert has_default == sorted(has_default)
 
 

@@ -64,7 +64,7 @@ def test_a_long_head_is_for_messages_with_many_entries() -> None:
         check(Place.SCHEDULER, sender(Role.WORKER), m.Beat, HEAD_BYTES + 1)
     check(Place.SERVER, sender(Role.WORKER), m.Declare, 1 << 20)
     for kind in LONG:
-        assert any("tuple" in str(one) or "dict" in str(one) for one in kind.__annotations__.values())
+        assert any("tuple" in str(item) or "dict" in str(item) for item in kind.__annotations__.values())
 
 
 WORKER = Node(Role.WORKER, 3)

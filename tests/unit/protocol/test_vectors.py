@@ -21,8 +21,8 @@ from tests.vectors.packets import PACKETS, name_of
 TESTS = Path(__file__).resolve().parents[2]
 VECTORS = json.loads((TESTS / "vectors" / "packets.json").read_text(encoding="utf-8"))
 WITH_CHECKSUMS = json.loads((TESTS / "vectors" / "checked.json").read_text(encoding="utf-8"))
-FRAMES = {one["name"]: [bytes.fromhex(frame) for frame in one["frames"]] for one in VECTORS}
-CHECKED = {one["name"]: [bytes.fromhex(frame) for frame in one["frames"]] for one in WITH_CHECKSUMS}
+FRAMES = {item["name"]: [bytes.fromhex(frame) for frame in item["frames"]] for item in VECTORS}
+CHECKED = {item["name"]: [bytes.fromhex(frame) for frame in item["frames"]] for item in WITH_CHECKSUMS}
 PROTOCOL = (TESTS.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
 
 HELLO_OF_1_0 = (
@@ -62,9 +62,9 @@ def test_every_message_has_a_vector() -> None:
 
 @pytest.mark.spec("R76")
 def test_hello_is_frozen() -> None:
-    (hello,) = [one for one in VECTORS if one.get("frozen")]
+    (hello,) = [item for item in VECTORS if item.get("frozen")]
     assert hello == {"name": "HELLO", "frames": [HELLO_OF_1_0], "frozen": True}
-    assert [one.name for one in fields(Hello)] == [
+    assert [field.name for field in fields(Hello)] == [
         *("major", "minor", "software", "features", "role", "rank", "host", "pid"),
         *("endpoint", "guardian", "master", "machine"),
     ]
@@ -104,7 +104,7 @@ def test_document_has_every_message_with_its_tag_and_fields() -> None:
         )
     }
     assert stated == {
-        (name_of(cls), tag): [one.name for one in fields(cls)]  # type: ignore[arg-type]
+        (name_of(cls), tag): [field.name for field in fields(cls)]  # type: ignore[arg-type]
         for tag, cls in MESSAGES.items()
     }
 
@@ -130,7 +130,9 @@ def is_record(thing: object) -> bool:
 @pytest.mark.spec("R11", "R72")
 def test_document_has_every_element_type_and_every_error_code() -> None:
     rows = re.findall(r"\b(\d+) \| (\w+?) \| (\d+) \|", section(5))
-    assert {tuple(row) for row in rows} == {(str(one.id), one.name, str(one.itemsize)) for one in DTYPES}
+    assert {tuple(row) for row in rows} == {
+        (str(dtype.id), dtype.name, str(dtype.itemsize)) for dtype in DTYPES
+    }
     codes = dict(re.findall(r"^\| (\d+) \| (\w+) \|", section(10), re.MULTILINE))
     assert codes == {str(code): cls.__name__ for code, cls in BY_CODE.items()}
 

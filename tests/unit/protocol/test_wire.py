@@ -64,7 +64,7 @@ def test_a_view_that_goes_to_many_is_packed_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(wire, "_pack", counted)
     first, second = m.View(1, "running", "", ()), m.View(2, "running", "", ())
     views = [first, first, second, first]
-    heads = [encode(Packet(WORKER, one))[0] for one in views]
+    heads = [encode(Packet(WORKER, view))[0] for view in views]
     assert len(packed) == 3
     assert heads[0] == heads[1] == heads[3] != heads[2]
     assert [decode([head]).message for head in heads] == views
@@ -261,7 +261,7 @@ def test_loans_come_through_in_place_of_payload(name: str, loans: tuple[m.Loan, 
     assert len(frames) == 1
     packet = decode(frames)
     assert packet == Packet(PACKETS[name].envelope, PACKETS[name].message, (), loans)
-    assert all(type(one) is m.Loan for one in packet.loans)
+    assert all(type(loan) is m.Loan for loan in packet.loans)
 
 
 @pytest.mark.spec("R4", "R5", "R14")
@@ -496,7 +496,7 @@ def test_pickle_in_any_field_is_only_bytes() -> None:
 
 
 def fields_of(cls: type[Message]) -> list[object]:
-    packet = next(one for one in PACKETS.values() if type(one.message) is cls)
+    packet = next(item for item in PACKETS.values() if type(item.message) is cls)
     return [getattr(packet.message, name) for name in cls.__dataclass_fields__]  # type: ignore[attr-defined]
 
 

@@ -43,7 +43,7 @@ def test_covered_block_lies_in_a_single_locked_range(blocks: list[tuple[int, int
     for start, size in blocks:
         assert locks.cover(start, start + size)
         covered.append((start, start + size))
-        assert all(cuda.holds(*one) for one in covered)
+        assert all(cuda.holds(*item) for item in covered)
 
 
 def test_locked_range_costs_nothing() -> None:

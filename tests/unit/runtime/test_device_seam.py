@@ -24,11 +24,11 @@ def faults(tree: ast.AST) -> list[str]:
                 found.append(f"{node.lineno}: torch.{name}")
             case ast.Attribute(attr=name) if name in NAMES:
                 found.append(f"{node.lineno}: {name}")
-            case ast.Import(names=names) if any(one.name.startswith("torch.cuda") for one in names):
+            case ast.Import(names=names) if any(field.name.startswith("torch.cuda") for field in names):
                 found.append(f"{node.lineno}: torch.cuda")
             case ast.ImportFrom(module=str(module)) if module.startswith("torch.cuda"):
                 found.append(f"{node.lineno}: torch.cuda")
-            case ast.ImportFrom(module="torch", names=names) if OF_TORCH & {one.name for one in names}:
+            case ast.ImportFrom(module="torch", names=names) if OF_TORCH & {field.name for field in names}:
                 found.append(f"{node.lineno}: torch.cuda")
             case ast.Call(keywords=keywords):
                 given = {keyword.arg for keyword in keywords} & {"pin_memory", "non_blocking"}

@@ -31,8 +31,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def section(folder: Path, role: str) -> Section:
-    (one,) = parse((folder / f"{role}.key").read_text(), role)
-    return one
+    (item,) = parse((folder / f"{role}.key").read_text(), role)
+    return item
 
 
 def test_files_are_for_their_owner_alone(folder: Path) -> None:
@@ -52,11 +52,11 @@ def test_each_role_gets_what_it_needs(folder: Path) -> None:
     assert scheduler.role == section(folder, "scheduler").pair
     assert {key.role for key in scheduler.opens.values()} == set(ROLES) - {"scheduler"}
     for role in ("server", "worker", "look", "reader"):
-        one = load(str(folder), role)
-        assert (one.scheduler, one.role) == (pinned, section(folder, role).pair)
-        assert {key.role for key in one.opens.values()} == ({"reader"} if role == "server" else set())
-        assert one.session.public != load(str(folder), role).session.public, "made anew each time"
-        assert not one.is_enrolled
+        member = load(str(folder), role)
+        assert (member.scheduler, member.role) == (pinned, section(folder, role).pair)
+        assert {key.role for key in member.opens.values()} == ({"reader"} if role == "server" else set())
+        assert member.session.public != load(str(folder), role).session.public, "made anew each time"
+        assert not member.is_enrolled
     assert section(folder, "worker").secret not in repr(load(str(folder), "worker"))
 
 
@@ -156,11 +156,11 @@ def test_malformed_key_is_refused(text: str) -> None:
 
 
 def test_a_key_may_end() -> None:
-    (one,) = parse(f"role = worker\npublic = {KEY}\nuntil = 2027-01-01T00:00:00+00:00\n", "x")
-    assert one.until == 1798761600.0
-    assert parse(one.text(with_secret=False), "x") == [one]
+    (item,) = parse(f"role = worker\npublic = {KEY}\nuntil = 2027-01-01T00:00:00+00:00\n", "x")
+    assert item.until == 1798761600.0
+    assert parse(item.text(with_secret=False), "x") == [item]
     scheduler = Section("scheduler", KEY[::-1], KEY)
-    assert of([one, scheduler], "scheduler").opens == {KEY: RoleKey("worker", 1798761600.0)}
+    assert of([item, scheduler], "scheduler").opens == {KEY: RoleKey("worker", 1798761600.0)}
 
 
 def test_no_key_is_overwritten(folder: Path) -> None:
@@ -198,7 +198,7 @@ def test_keys_in_memory() -> None:
     path = memory.path
     for _ in range(2):
         keys = load(path, "worker")
-        assert keys.role == next(one for one in made if one.role == "worker").pair
+        assert keys.role == next(member for member in made if member.role == "worker").pair
         assert load(f"/dev/fd/{memory.fd}", "scheduler").opens
     memory.close()
     with pytest.raises(ConfigError):

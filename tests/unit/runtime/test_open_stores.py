@@ -26,29 +26,29 @@ class Store:
 
 def test_stores_are_closed_if_all_went_well():
     endings = OpenStores()
-    one, two = Store("one", endings), Store("two", endings)
+    store, two = Store("one", endings), Store("two", endings)
     assert endings.names == {"one", "two"}
     endings.end(is_done=True)
-    assert one.did == two.did == ["close", "abandon"]
+    assert store.did == two.did == ["close", "abandon"]
     assert endings.names == set()
-    endings.forget(one)
+    endings.forget(store)
     endings.end(is_done=True)
-    assert one.did == ["close", "abandon"]
+    assert store.did == ["close", "abandon"]
 
 
 def test_else_nothing_is_waited_for():
     endings = OpenStores()
-    one = Store("one", endings)
+    store = Store("one", endings)
     endings.end(is_done=False)
-    assert one.did == ["abandon"]
+    assert store.did == ["abandon"]
 
 
 def test_store_that_cannot_be_flushed_does_not_keep_the_others():
     endings = OpenStores()
-    one, two = Store("one", endings, Timeout("late")), Store("two", endings)
+    store, two = Store("one", endings, Timeout("late")), Store("two", endings)
     with pytest.raises(Timeout, match="late"):
         endings.end(is_done=True)
-    assert one.did == two.did == ["close", "abandon"]
+    assert store.did == two.did == ["close", "abandon"]
 
 
 @pytest.fixture
@@ -66,10 +66,10 @@ def test_a_process_closes_its_stores_if_it_ends_well(at_exit, monkeypatch, code,
     hooks, codes = at_exit
     monkeypatch.setattr(module.ending, "exit_code", code)
     endings = AtExit()
-    one, two = Store("one", endings), Store("two", endings)
+    store, two = Store("one", endings), Store("two", endings)
     (hook,) = hooks
     hook()
-    assert one.did == two.did == did
+    assert store.did == two.did == did
     assert codes == []
 
 
@@ -84,7 +84,7 @@ def test_a_process_fails_if_a_push_is_lost_at_its_end(at_exit, monkeypatch, capl
 
 def test_a_fork_ends_nothing(at_exit, monkeypatch):
     hooks, _ = at_exit
-    one = Store("one", AtExit())
+    store = Store("one", AtExit())
     monkeypatch.setattr(module.os, "getpid", lambda: -1)
     hooks[0]()
-    assert one.did == []
+    assert store.did == []

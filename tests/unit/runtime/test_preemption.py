@@ -56,8 +56,8 @@ def test_preempted_worker_without_pushes_begins_no_round(flag: PreemptionFlag) -
 
 def test_each_store_has_its_own_rounds(flag: PreemptionFlag) -> None:
     flag.listen()
-    one, other = RoundTracker("one", flag), RoundTracker("other", flag)
-    one.push(["w"])
+    round_tracker, other = RoundTracker("one", flag), RoundTracker("other", flag)
+    round_tracker.push(["w"])
     flag.is_asked = True
     with pytest.raises(SystemExit):
         other.push(["w"])

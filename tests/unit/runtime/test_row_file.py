@@ -30,8 +30,8 @@ def test_records_come_back_from_their_cells(tmp_path: Path, monkeypatch: pytest.
         known = random.permutation(list(salts))[: random.integers(0, 80)]
         found = np.empty((len(known), 30), np.uint8)
         file.read(known, found)
-        for one, record in zip(known, found, strict=True):
-            assert np.array_equal(record, records(np.array([one]), 30, salts[one])[0])
+        for item, record in zip(known, found, strict=True):
+            assert np.array_equal(record, records(np.array([item]), 30, salts[item])[0])
 
 
 def test_a_record_that_is_not_there_is_an_error(tmp_path: Path) -> None:

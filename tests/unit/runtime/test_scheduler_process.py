@@ -23,7 +23,7 @@ def test_nobody_else_reads_it(tmp_path: Path) -> None:
         kept.save(b"two")
         assert kept.read() == b"two"
     assert (mode(folder), mode(folder / STATE_FILE)) == (0o700, 0o600)
-    assert [one.name for one in folder.iterdir()] == [STATE_FILE]
+    assert [path.name for path in folder.iterdir()] == [STATE_FILE]
 
 
 def test_a_link_that_somebody_has_put_there_is_not_followed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from kvps.runtime import server_process
 @pytest.fixture
 def path(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Yield the search path of modules, which has no working directory."""
-    found = [one for one in sys.path if one]
+    found = [item for item in sys.path if item]
     monkeypatch.setattr(sys, "path", found)
     return found
 

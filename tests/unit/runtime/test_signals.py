@@ -109,5 +109,5 @@ def test_other_errors_are_told_as_before(capsys: pytest.CaptureFixture[str]) -> 
             del bad
     finally:
         sys.unraisablehook = before
-    assert [type(one) for one in told] == [ZeroDivisionError]
+    assert [type(effect) for effect in told] == [ZeroDivisionError]
     assert capsys.readouterr().err == ""

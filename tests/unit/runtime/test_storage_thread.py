@@ -72,7 +72,7 @@ def test_manifest_describes_the_cut(tmp_path: Path) -> None:
     manifest = manifest_of(order_of(write(tmp_path)))
     assert (manifest.cut, manifest.tag, manifest.epoch, manifest.workers) == (5, "best", 3, 4)
     assert (manifest.job, manifest.version) == (snapshots.JOB, __version__)
-    assert [one.name for one in manifest.images] == [image_name(0, 2), image_name(1, 2)]
+    assert [image.name for image in manifest.images] == [image_name(0, 2), image_name(1, 2)]
     assert manifest.stores["default"].lowest == 5
 
 

@@ -127,9 +127,9 @@ FRAMES = sys._current_frames
 
 def shown(monkeypatch: pytest.MonkeyPatch, *threads: threading.Thread) -> None:
     """Let this process have no other threads than these."""
-    idents = {one.ident for one in threads}
+    idents = {thread.ident for thread in threads}
     monkeypatch.setattr(
-        sys, "_current_frames", lambda: {at: one for at, one in FRAMES().items() if at in idents}
+        sys, "_current_frames", lambda: {at: item for at, item in FRAMES().items() if at in idents}
     )
 
 
@@ -147,7 +147,7 @@ class Threads:
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.tickets = [Ticket(), Ticket()]
-        self.calling = [self.begin(one.wait) for one in self.tickets]
+        self.calling = [self.begin(ticket.wait) for ticket in self.tickets]
 
     def begin(self, work: Callable[[], object]) -> threading.Thread:
         thread = threading.Thread(target=work, daemon=True)
@@ -171,7 +171,7 @@ def test_a_script_waits_where_all_its_threads_wait_for_calls(
     monkeypatch: pytest.MonkeyPatch, threads: Threads
 ) -> None:
     shown(monkeypatch, *threads.calling)
-    assert {id(one) for one in waited(some=True)} == {id(one) for one in threads.tickets}
+    assert {id(item) for item in waited(some=True)} == {id(ticket) for ticket in threads.tickets}
     busy = threads.begin(threads.gate.wait)
     shown(monkeypatch, *threads.calling, busy)
     assert waited(some=False) == []

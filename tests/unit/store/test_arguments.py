@@ -18,10 +18,10 @@ SPECS = {
 
 
 def test_values_with_and_without_devices():
-    one, two = torch.ones(1), torch.zeros(1)
-    assert values_of(("w",), False, one) == [[one]]
-    assert values_of(("w",), False, [one, two]) == [[one, two]]
-    assert values_of(("v", "w"), True, [one, [one, two]]) == [[one], [one, two]]
+    first, two = torch.ones(1), torch.zeros(1)
+    assert values_of(("w",), False, first) == [[first]]
+    assert values_of(("w",), False, [first, two]) == [[first, two]]
+    assert values_of(("v", "w"), True, [first, [first, two]]) == [[first], [first, two]]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_values_are_checked_against_their_keys():
 def test_a_sum_over_devices_rounds_once(on_device):
     values = [torch.tensor([2048.0]).half()] + [torch.tensor([1.0]).half()] * 2
     assert reduce(list(values), on_device).item() == 2050
-    assert [one.item() for one in values] == [2048, 1, 1]
+    assert [value.item() for value in values] == [2048, 1, 1]
 
 
 def test_a_row_is_a_view_where_it_can_be():

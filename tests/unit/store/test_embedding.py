@@ -171,7 +171,7 @@ def test_a_file_has_ids_versions_rows_and_states(kv: Any, tmp_path: Path, dtype:
     assert found["state.sum"][order].tolist() == [[1.0] * 3, [2.0] * 3, [1.0] * 3]
     assert table.changed_since(1, str(path)) == 1
     assert load_file(path).keys() == {"ids", "versions", "rows"}
-    assert [one.name for one in tmp_path.iterdir()] == ["t.safetensors"]
+    assert [field.name for field in tmp_path.iterdir()] == ["t.safetensors"]
 
 
 @pytest.mark.spec("R476")

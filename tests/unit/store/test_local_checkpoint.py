@@ -46,15 +46,15 @@ def train(kv: KVStore, steps: int) -> None:
 
 class TestLocal:
     def test_another_process_goes_on_as_if_it_had_been_the_same(self, folder: Path) -> None:
-        one = store()
-        train(one, 3)
-        assert one.checkpoint() == 1
-        train(one, 2)
+        kv = store()
+        train(kv, 3)
+        assert kv.checkpoint() == 1
+        train(kv, 2)
         other = kvps.create("local")
         assert other.restore() == 1
         assert other.version("w") == 3
         train(other, 2)
-        assert torch.equal(pulled(other), pulled(one))
+        assert torch.equal(pulled(other), pulled(kv))
         assert torch.equal(pulled(other, "b"), torch.zeros(3, dtype=torch.float64))
 
     def test_restore_returns_to_the_checkpoint(self) -> None:
@@ -104,14 +104,14 @@ class TestLocal:
         assert torch.equal(pulled(other), value)
 
     def test_the_optimizer_comes_along(self) -> None:
-        one = store()
-        one.set_learning_rate(0.125)
-        one.checkpoint()
+        kv = store()
+        kv.set_learning_rate(0.125)
+        kv.checkpoint()
         other = store(optimizer=False)
         other.restore()
-        train(one, 2)
+        train(kv, 2)
         train(other, 2)
-        assert torch.equal(pulled(other), pulled(one))
+        assert torch.equal(pulled(other), pulled(kv))
 
 
 class TestRefused:

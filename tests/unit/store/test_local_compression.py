@@ -25,7 +25,7 @@ def test_each_value_of_a_key_has_a_rest_of_its_own(kind: str) -> None:
         rests = [torch.zeros(3, 5) for _ in range(2)]
         for _ in range(5):
             gradients = [torch.randn(3, 5) for _ in range(2)]
-            expected = sum(two_bits(rest, one) for rest, one in zip(rests, gradients, strict=True))
+            expected = sum(two_bits(rest, item) for rest, item in zip(rests, gradients, strict=True))
             assert torch.equal(kv.pushpull("w", gradients), expected)
         state = kv.compression_state()
         assert torch.equal(state["w"], rests[0])
@@ -34,9 +34,9 @@ def test_each_value_of_a_key_has_a_rest_of_its_own(kind: str) -> None:
 
 def test_store_that_loads_the_state_goes_on_alike() -> None:
     with kvps.create("local") as kv, kvps.create("local") as other:
-        for one in (kv, other):
-            one.set_gradient_compression(TWO)
-            one.init("w", torch.zeros(40))
+        for item in (kv, other):
+            item.set_gradient_compression(TWO)
+            item.init("w", torch.zeros(40))
         for _ in range(3):
             kv.push("w", torch.randn(40))
         other.load_compression_state(kv.compression_state())

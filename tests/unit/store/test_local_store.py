@@ -64,7 +64,7 @@ def test_any_pushes_are_those_of_the_reference(
                 assert torch.equal(value, before), "a gradient is only read"
         for key in (0, 1):
             assert torch.allclose(kv.pull(key), reference.rows[key], atol=ROUNDING)
-            assert kv.version(key) == sum(one == key for one, _ in pushes)
+            assert kv.version(key) == sum(item == key for item, _ in pushes)
 
 
 def _pushed(reference: Reference, key: int, values: list[torch.Tensor]) -> torch.Tensor:

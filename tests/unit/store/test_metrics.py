@@ -14,7 +14,7 @@ from kvps.store.metrics import NAMES, SERVER_NAMES, WAITS_MAX, WaitTimes, of_ser
 def test_percentiles_are_values_that_occurred() -> None:
     assert percentile([], 0.5) == 0.0
     assert percentile([1.0], 0.99) == 1.0
-    hundred = [float(one) for one in range(1, 101)]
+    hundred = [float(item) for item in range(1, 101)]
     assert (percentile(hundred, 0.5), percentile(hundred, 0.99)) == (50.0, 99.0)
 
 
@@ -44,7 +44,7 @@ def test_a_local_store_has_every_name_and_counts() -> None:
         assert found["sent_bytes"] == 5 * 1024  # init, and 4 pushes
         assert found["received_bytes"] == 4 * 1024
         assert 0 < found["push_wait_p50_s"] <= found["push_wait_p99_s"] <= found["push_wait_s"]
-        assert all(type(one) in (int, float) for one in found.values())
+        assert all(type(item) in (int, float) for item in found.values())
 
 
 def test_servers_are_asked_only_if_wished() -> None:
@@ -79,9 +79,9 @@ def test_the_wait_for_a_handle_counts_and_the_time_before_it_does_not() -> None:
 
 
 def test_the_answers_of_servers_are_summed_up() -> None:
-    one = StatusIs(1, (OpenRound("w", 3, (1,), 2.5),), (Clock("w", {"0": 3}),), {"w": 2}, {"0": 0.5})
+    status_is = StatusIs(1, (OpenRound("w", 3, (1,), 2.5),), (Clock("w", {"0": 3}),), {"w": 2}, {"0": 0.5})
     other = StatusIs(1, (OpenRound("w", 3, (1,), 2.0),), (), {"w": 2, "b": 1}, {"1": 4.0})
-    assert of_servers([one, other], 0, {"w": 1, "b": 0}) == {
+    assert of_servers([status_is, other], 0, {"w": 1, "b": 0}) == {
         "staleness": 1,
         "lateness_s": 0.5,
         "dropped_rounds": 2,
@@ -124,11 +124,11 @@ def test_an_allreduce_store_has_the_same_names() -> None:
 
     with kvps.LocalCluster(workers=2, servers=1) as cluster:
         found = cluster.run(work)
-    assert [one["rank"] for one in found] == [0, 1]
-    for one in found:
-        assert one.keys() == {*NAMES, *SERVER_NAMES}
-        assert (one["servers"], one["keys"], one["pull_calls"], one["rounds"]) == (0, 1, 1, 1)
-        assert one["sent_bytes"] == 8
+    assert [item["rank"] for item in found] == [0, 1]
+    for item in found:
+        assert item.keys() == {*NAMES, *SERVER_NAMES}
+        assert (item["servers"], item["keys"], item["pull_calls"], item["rounds"]) == (0, 1, 1, 1)
+        assert item["sent_bytes"] == 8
 
 
 def test_the_numbers_outlive_the_cluster() -> None:

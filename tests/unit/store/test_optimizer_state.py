@@ -30,4 +30,4 @@ def test_failed_write_leaves_the_older_file(tmp_path: Path) -> None:
     (tmp_path / "states").mkdir()
     with pytest.raises(StorageError, match="An older file there is kept"):
         optimizer_state.write(str(tmp_path / "states"), {"w": torch.ones(3)}, {})
-    assert [one.name for one in tmp_path.iterdir()] == ["states"]
+    assert [path.name for path in tmp_path.iterdir()] == ["states"]

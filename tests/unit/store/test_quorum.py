@@ -59,9 +59,9 @@ def test_a_slow_worker_is_not_waited_for_and_goes_on_where_the_others_are(late: 
         return [float(kv.pull("w"))]
 
     with kvps.LocalCluster(2, 2) as cluster:
-        zero, one = cluster.run(work)
+        zero, item = cluster.run(work)
     first, total = (3.0, 1003.0) if late == "drop" else (103.0, 1103.0)
-    assert one == [first, total]
+    assert item == [first, total]
     assert zero == [total]
 
 
@@ -117,7 +117,7 @@ def test_keys_that_were_pushed_unequally_often_are_read_together() -> None:
         for _ in range(3):
             kv.push("a", torch.tensor([-1.0]))
         kv.pull(["a", "b"])
-        return [float(one) for one in kv.pushpull(["a", "b"], [torch.tensor([-10.0])] * 2)]
+        return [float(item) for item in kv.pushpull(["a", "b"], [torch.tensor([-10.0])] * 2)]
 
     with kvps.LocalCluster(1, 1) as cluster:
         assert cluster.run(work) == [[13.0, 10.0]]

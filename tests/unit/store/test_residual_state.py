@@ -92,7 +92,7 @@ def test_rests_lie_beside_a_file(tmp_path: Path) -> None:
     path = str(tmp_path / "states")
     kv = owing()
     residual_state.save(kv, path)
-    assert [one.name for one in tmp_path.iterdir()] == ["states.rests-0"]
+    assert [field.name for field in tmp_path.iterdir()] == ["states.rests-0"]
     other = owing()
     other.pushpull("w", torch.tensor([0.1]))
     residual_state.load(other, path)

@@ -9,9 +9,9 @@ def test_every_pair_of_values_occurs() -> None:
     cases = [{"a": a, "b": b, "c": c, "d": d} for a, b, c, d in product("123", "123", "12", "12")]
     chosen = [cases[index] for index in cover(cases)]
     assert len(chosen) < 12 < len(cases)
-    for one, other in ("ab", "ac", "ad", "bc", "bd", "cd"):
-        pairs = {(case[one], case[other]) for case in chosen}
-        assert pairs == {(case[one], case[other]) for case in cases}
+    for item, other in ("ab", "ac", "ad", "bc", "bd", "cd"):
+        pairs = {(case[item], case[other]) for case in chosen}
+        assert pairs == {(case[item], case[other]) for case in cases}
 
 
 def test_cases_that_do_not_exist_are_not_missed() -> None:

@@ -26,8 +26,8 @@ def figures(rounds: int = 0, size: int = 0, late_s: float = 0.0) -> Figures:
 
 
 def seen(*pairs: tuple[Sight, Figures], rounds: tuple[OldRound, ...] = ()) -> Seen:
-    members = tuple([one for one, _ in pairs])
-    numbers = tuple([one for _, one in pairs])
+    members = tuple([item for item, _ in pairs])
+    numbers = tuple([item for _, item in pairs])
     return Seen(1, "running", "all are here", members, rounds, "0.1.0", 2, 12, numbers)
 
 
@@ -61,7 +61,7 @@ def test_a_member_that_was_replaced_and_another_job_begin_anew() -> None:
 
 def test_an_old_scheduler_has_no_figures() -> None:
     old = document_of(JOB, Seen(1, "running", "", (worker(0), SERVER), ()))
-    assert [one["software"] for one in old["members"]] == ["", ""]
+    assert [item["software"] for item in old["members"]] == ["", ""]
     assert "gpu:40" in drawn(JobModel().take(old, 0.0))
 
 

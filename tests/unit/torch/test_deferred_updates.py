@@ -70,9 +70,9 @@ def saved(model: torch.nn.Module) -> Any:
 
 
 def averaged(model: torch.nn.Module) -> Any:
-    one = AveragedModel(model)
-    one.update_parameters(model)
-    return one.module.weight
+    averaged_model = AveragedModel(model)
+    averaged_model.update_parameters(model)
+    return averaged_model.module.weight
 
 
 def summed(model: torch.nn.Module) -> Any:
@@ -155,10 +155,10 @@ def test_modules_that_read_several_parameters_at_once(make: Any) -> None:
             param.fill_(NEW)
     inputs = (X,) if make is torch.nn.LSTM else (X, X) if make is torch.nn.Bilinear else (X, X, X)
     found, wanted = model(*inputs), expected(*inputs)
-    for one, other in zip(
+    for item, other in zip(
         torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(wanted), strict=True
     ):
-        assert torch.equal(one, other)
+        assert torch.equal(item, other)
 
 
 def test_reads_of_no_element_do_not_wait() -> None:
@@ -187,10 +187,10 @@ def test_a_parameter_of_a_class_of_its_own_is_updated_at_once() -> None:
 
 
 def test_two_optimizers_over_two_models() -> None:
-    one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    put_off(one)
+    linear, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    put_off(linear)
     put_off(other)
-    assert torch.equal(one.weight + other.weight, torch.full((2, 2), 2 * NEW))
+    assert torch.equal(linear.weight + other.weight, torch.full((2, 2), 2 * NEW))
 
 
 def test_a_failed_update_leaves_an_ordinary_parameter() -> None:
@@ -248,4 +248,4 @@ def test_close_updates_everything_and_removes_the_hooks() -> None:
     overlap, updated = put_off(model)
     overlap.close()
     assert len(updated) == 4
-    assert not any(one._forward_pre_hooks for one in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -112,9 +112,9 @@ def test_copies_of_a_module_have_its_table(table: kvps.EmbeddingTable) -> None:
     ids = torch.tensor([5, 7])
     model(ids).sum().backward()
     mean.update_parameters(model)
-    for one in (mean.module, copy.deepcopy(model)):
-        assert one[0].table is table
-        assert torch.equal(one[0](ids), table.pull(ids))
+    for item in (mean.module, copy.deepcopy(model)):
+        assert item[0].table is table
+        assert torch.equal(item[0](ids), table.pull(ids))
 
 
 def test_embedding_has_no_parameters(table: kvps.EmbeddingTable) -> None:

@@ -51,7 +51,7 @@ def test_inputs_stay_on_their_device_under_another_default(kv: Any) -> None:
     ids = torch.arange(20)
     with torch.device("meta"):
         found = [ours({"a": (ids, OFFSETS[:-1])})["a"], ours({"a": (ids.view(4, 5),)})["a"]]
-    assert [one.device.type for one in found] == ["cpu", "cpu"]
+    assert [item.device.type for item in found] == ["cpu", "cpu"]
 
 
 @pytest.mark.parametrize("count", [40, 3000])

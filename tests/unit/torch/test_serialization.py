@@ -47,7 +47,7 @@ def test_values_come_back_with_their_types(value):
 
 def test_types_inside_containers_are_kept():
     back = unpack(pack({"a": (1, [2.0], {3})}))
-    assert [type(one) for one in back["a"]] == [int, list, set]
+    assert [type(item) for item in back["a"]] == [int, list, set]
     ordered = collections.OrderedDict([("b", 1), ("a", torch.Size([2, 3]))])
     assert unpack(pack(ordered)) == collections.OrderedDict([("b", 1), ("a", (2, 3))])
     assert type(unpack(pack(ordered))) is collections.OrderedDict
@@ -106,16 +106,16 @@ def test_anything_else_is_named_with_its_place(obj, says):
 
 
 def test_an_object_within_itself():
-    one: list[object] = []
-    one.append(one)
+    item: list[object] = []
+    item.append(item)
     with pytest.raises(ConfigError, match="that contains itself"):
-        pack(one)
+        pack(item)
 
 
 def test_put_aside_tensors_are_made_blank_and_filled_in_place():
     tensors, blanks = [], []
     packed = pack({"state": {0: {"step": torch.tensor(3.0), "m": torch.ones(2, 3)}}}, tensors)
-    assert [tuple(one.shape) for one in tensors] == [(), (2, 3)]
+    assert [tuple(array.shape) for array in tensors] == [(), (2, 3)]
     back = unpack(packed, blanks)
     for blank, tensor in zip(blanks, tensors, strict=True):
         blank.copy_(tensor)
@@ -149,7 +149,7 @@ def test_blank_tensors_fit_the_memory_of_this_machine(monkeypatch):
     monkeypatch.setattr(serialization, "memory_bytes", lambda: 100)
     blanks = []
     unpack(pack([torch.ones(12), torch.ones(12)], []), blanks)
-    assert [one.numel() for one in blanks] == [12, 12]
+    assert [blank.numel() for blank in blanks] == [12, 12]
     with pytest.raises(ProtocolError, match="more bytes than this machine has"):
         unpack(pack([torch.ones(12), torch.ones(14)], []), [])
 

@@ -18,7 +18,7 @@ def planned(*flags: str) -> Comparison:
 
 
 def names(found: Comparison) -> list[str]:
-    return [one.name for one in found.systems]
+    return [system.name for system in found.systems]
 
 
 @pytest.mark.parametrize(
@@ -30,26 +30,26 @@ def names(found: Comparison) -> list[str]:
 )
 def test_sweeps_of_processes(axis: str, cases: list[tuple[str, int, int]]) -> None:
     found = planned("--sweep", axis, "--workloads", "small")
-    assert [(one.workload, one.workers, one.servers) for one in found.cases] == cases
+    assert [(case.workload, case.workers, case.servers) for case in found.cases] == cases
     assert names(found) == ["kvps", "gloo"]
 
 
 def test_sweeps_of_sizes() -> None:
-    sizes = [one.workload for one in planned("--sweep", "bytes").cases]
+    sizes = [case.workload for case in planned("--sweep", "bytes").cases]
     assert (sizes[0], sizes[-1], len(sizes)) == ("bytes:1024", "bytes:1073741824", 11)
-    keys = [one.workload for one in planned("--sweep", "keys").cases]
+    keys = [case.workload for case in planned("--sweep", "keys").cases]
     assert (keys[0], keys[-1], len(keys)) == ("keys:1", "keys:100000", 6)
 
 
 def test_a_sweep_at_some_values() -> None:
     found = planned("--sweep", "bytes", "--at", "1K", "1M")
-    assert [one.workload for one in found.cases] == ["bytes:1024", "bytes:1048576"]
+    assert [case.workload for case in found.cases] == ["bytes:1024", "bytes:1048576"]
 
 
 def test_a_network_has_its_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "demand_root", lambda: None)
     found = planned("--network", "8@1x4", "--rate", "1gbit")
-    assert [(one.workload, one.workers, one.servers) for one in found.cases] == [("resnet50", 8, 4)]
+    assert [(case.workload, case.workers, case.servers) for case in found.cases] == [("resnet50", 8, 4)]
     assert names(found) == ["kvps", "gloo"]
     assert (found.rate, found.has_limits) == ("1gbit", False)
     with pytest.raises(ConfigError, match="not 'gloo in place'"):
@@ -109,8 +109,8 @@ class TestChosen:
     def test_all_that_there_are(self) -> None:
         """But for those that mean something on slow networks only."""
         everything = [name for name in SYSTEMS if name not in NAMED_ONLY]
-        assert [one.name for one in chosen(None, ["mxnet", "ray"])] == everything
-        without = {one.name for one in chosen(None, [])}
+        assert [field.name for field in chosen(None, ["mxnet", "ray"])] == everything
+        without = {field.name for field in chosen(None, [])}
         assert set(everything) - without == {"mxnet", "mxnet sgd", "ray"}
 
     def test_unavailable_system_is_named(self) -> None:

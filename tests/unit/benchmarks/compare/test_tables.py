@@ -17,7 +17,7 @@ SMALL = Case("small", 2, 2)
 
 def row(case: Case, system: str, *medians: float) -> Measurement:
     traffic = (Traffic("host 0", 0.0, 0.0), Traffic("host 1", 1.024e6, 2.048e6), Traffic("host 2", 1.0, 1.0))
-    return Measurement(case, system, [NetworkTrial((one,), traffic, 0.001) for one in medians])
+    return Measurement(case, system, [NetworkTrial((median,), traffic, 0.001) for median in medians])
 
 
 def cells(table: Table) -> list[list[str]]:
@@ -26,7 +26,7 @@ def cells(table: Table) -> list[list[str]]:
     with console.capture() as shown:
         console.print(table)
     lines = [line for line in shown.get().splitlines() if "│" in line or "┃" in line]
-    return [[one.strip() for one in line.replace("┃", "│").split("│")[1:-1]] for line in lines]
+    return [[item.strip() for item in line.replace("┃", "│").split("│")[1:-1]] for line in lines]
 
 
 def test_a_sweep_shows_its_values() -> None:
@@ -34,7 +34,7 @@ def test_a_sweep_shows_its_values() -> None:
     cases = sweep.cases(SMALL, [1024, 4096])
     found = cells(tables.table_of_sweep([row(case, "kvps", 1.0) for case in cases], sweep))
     assert found[0][0] == "size of one array, bytes"
-    assert [one[0] for one in found[1:]] == ["1,024", "4,096"]
+    assert [item[0] for item in found[1:]] == ["1,024", "4,096"]
 
 
 def test_a_network_shows_the_part_of_the_bound() -> None:
@@ -59,4 +59,4 @@ def test_plots_are_pictures(tmp_path: Path) -> None:
         plots.draw_sweep(swept, sweep, tmp_path / f"{name}.png", "title")
     pictures = list(tmp_path.iterdir())
     assert len(pictures) == 3
-    assert all(one.read_bytes().startswith(b"\x89PNG") for one in pictures)
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)

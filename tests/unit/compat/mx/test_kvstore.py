@@ -68,7 +68,7 @@ def test_lists_of_keys_and_devices(kv: mx.kv.KVStore) -> None:
     kv.push(keys, [[mx.nd.ones(SHAPE)] * 3, (mx.nd.ones(SHAPE), mx.nd.ones(SHAPE))], priority=-1)
     outs = [[mx.nd.empty(SHAPE), mx.nd.empty(SHAPE)] for _ in keys]
     kv.pull(keys, out=outs)
-    assert [[one[0, 0].item() for one in devices] for devices in outs] == [[3, 3], [2, 2]]
+    assert [[device[0, 0].item() for device in devices] for devices in outs] == [[3, 3], [2, 2]]
 
 
 def test_a_repeated_key_is_several_devices(kv: mx.kv.KVStore) -> None:
@@ -77,7 +77,7 @@ def test_a_repeated_key_is_several_devices(kv: mx.kv.KVStore) -> None:
     assert (pulled(kv), pulled(kv, "x")) == ([2], [5])
     outs = [mx.nd.empty(SHAPE) for _ in range(3)]
     kv.pull([3, 3, "x"], out=outs)
-    assert [one[0, 0].item() for one in outs] == [2, 2, 5]
+    assert [out[0, 0].item() for out in outs] == [2, 2, 5]
 
 
 def test_outputs_are_written_in_place_also_where_they_need_gradients(kv: mx.kv.KVStore) -> None:
@@ -117,7 +117,7 @@ def test_rows_of_several_keys(kv: mx.kv.KVStore) -> None:
     outs = [mx.nd.full(SHAPE, 9) for _ in range(3)]
     ids = [mx.nd.array([0]), mx.nd.array([1])]
     kv.row_sparse_pull([3, "x"], out=[outs[0], outs[1]], row_ids=ids)
-    assert [one.asnumpy()[:, 0].tolist() for one in outs[:2]] == [[0, 9, 9, 9], [9, 1, 9, 9]]
+    assert [out.asnumpy()[:, 0].tolist() for out in outs[:2]] == [[0, 9, 9, 9], [9, 1, 9, 9]]
     kv.row_sparse_pull([3, "x"], out=[[outs[0]], [outs[1], outs[2]]], row_ids=[ids[1], [ids[0]] * 2])
     assert outs[2].asnumpy()[:, 0].tolist() == [1, 9, 9, 9]
     with pytest.raises(ConfigError, match="1 row_ids for 2 keys"):

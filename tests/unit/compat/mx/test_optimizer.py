@@ -149,7 +149,7 @@ def test_defaults_are_those_of_mxnet_1_9_1() -> None:
     assert set(DEFAULTS) == set(mx.optimizer.BY_NAME)
     for name, wanted in DEFAULTS.items():
         values = mx.optimizer.create(name.upper()).describe().values
-        assert {one: values[one] for one in wanted} == wanted, name
+        assert {item: values[item] for item in wanted} == wanted, name
 
 
 def test_arguments_by_position_are_in_mxnets_order() -> None:

@@ -27,9 +27,9 @@ def rows(count: int) -> dict[str, torch.Tensor]:
 
 def test_each_arena_is_as_large_as_those_before_within_bounds(small: Arenas) -> None:
     small.reserve(0)
-    assert [one.rows for one in small] == []
+    assert [item.rows for item in small] == []
     small.reserve(20)
-    assert [(one.start, one.rows) for one in small] == [(0, 4), (4, 4), (8, 8), (16, 8)]
+    assert [(item.start, item.rows) for item in small] == [(0, 4), (4, 4), (8, 8), (16, 8)]
     assert small.size_bytes == 24 * 12
     small.check()
 
@@ -56,8 +56,8 @@ def test_held_arenas_keep_their_values(small: Arenas) -> None:
     assert kept[0].columns["weight"][0].tolist() == [0.0, 1.0]
     assert second[0].columns["weight"][0].tolist() == [0.0, 1.0]
     assert small.read(np.array([0]))["weight"].tolist() == [[9.0, 9.0]]
-    mine = [one.columns["weight"].data_ptr() for one in small]
-    theirs = [one.columns["weight"].data_ptr() for one in kept]
+    mine = [item.columns["weight"].data_ptr() for item in small]
+    theirs = [item.columns["weight"].data_ptr() for item in kept]
     assert [a == b for a, b in zip(mine, theirs, strict=True)] == [False, True, True]
     both = np.array([1, 14])  # in an arena that is ours by now, and in one that is held
     write(small, both, {"weight": torch.full((2, 2), 7.0), "sum": torch.zeros(2, 2).half()})
@@ -67,7 +67,7 @@ def test_held_arenas_keep_their_values(small: Arenas) -> None:
     write(small, np.array([5]), {"weight": torch.tensor([[8.0, 8.0]]), "sum": torch.zeros(1, 2).half()})
     assert second[1].columns["weight"][1].tolist() == [10.0, 11.0]
     release_second()
-    before = [one.columns["weight"].data_ptr() for one in small]
+    before = [item.columns["weight"].data_ptr() for item in small]
     write(small, everywhere, rows(16))
-    assert [one.columns["weight"].data_ptr() for one in small] == before
+    assert [item.columns["weight"].data_ptr() for item in small] == before
     small.check()

@@ -190,10 +190,10 @@ def test_the_wire_form_survives_msgpack() -> None:
 
 
 def test_equal_settings_are_equal_however_they_were_spelled() -> None:
-    one = resolve("adam", {"learning_rate": 1, "betas": (0.5, 0.5)})
+    item = resolve("adam", {"learning_rate": 1, "betas": (0.5, 0.5)})
     other = resolve("ADAM", {"lr": 1.0, "beta1": 0.5, "beta2": np.float64(0.5)})
-    assert one == other
-    assert one != other.with_lr(2)
+    assert item == other
+    assert item != other.with_lr(2)
 
 
 def test_two_in_words_differ_in_what_is_not_alike() -> None:

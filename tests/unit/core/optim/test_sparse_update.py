@@ -134,11 +134,11 @@ def test_no_other_row_changes_in_any_bit(name: str, dtype: torch.dtype) -> None:
     table.update(torch.arange(COUNT), torch.randn(COUNT, WIDTH).to(_wide(dtype)))
     ids = torch.tensor([2, 7])
     others = torch.tensor([row for row in range(COUNT) if row not in (2, 7)])
-    before = {"": table.weights.clone(), **{key: one.clone() for key, one in table.state.items()}}
+    before = {"": table.weights.clone(), **{key: item.clone() for key, item in table.state.items()}}
     table.update(ids, torch.randn(2, WIDTH).to(_wide(dtype)))
     after = {"": table.weights, **table.state}
-    for title, one in before.items():
-        assert torch.equal(after[title][others], one[others]), title
+    for title, item in before.items():
+        assert torch.equal(after[title][others], item[others]), title
     assert not torch.equal(after[""][ids], before[""][ids])
 
 

@@ -15,11 +15,11 @@ NOBODY = bytes(16)
 
 
 def stage(limits: Limits | None = None) -> Stage:
-    one = Stage(2, 1, limits=limits or Limits())
-    one.hello("w0")
-    one.hello("w1")
-    one.hello("s0")
-    return one
+    scheduler = Stage(2, 1, limits=limits or Limits())
+    scheduler.hello("w0")
+    scheduler.hello("w1")
+    scheduler.hello("s0")
+    return scheduler
 
 
 def envelope(job: bytes = JOB, rank: int = 0, life: int = 1) -> Envelope:
@@ -28,10 +28,10 @@ def envelope(job: bytes = JOB, rank: int = 0, life: int = 1) -> Envelope:
 
 @pytest.mark.spec("R240")
 def test_members_are_heard_along_any_way() -> None:
-    one = stage()
+    scheduler = stage()
     for route in ("w0", "another", "w1"):
-        assert one.scheduler.admit(route, envelope(), Beat)
-    assert one.scheduler.admit("w0", envelope(life=0), Beat), "it is known by its connection"
+        assert scheduler.scheduler.admit(route, envelope(), Beat)
+    assert scheduler.scheduler.admit("w0", envelope(life=0), Beat), "it is known by its connection"
 
 
 @pytest.mark.spec("R240")
@@ -46,19 +46,19 @@ def test_members_are_heard_along_any_way() -> None:
     ],
 )
 def test_message_without_a_seat_is_refused(said: Envelope, error: type[KvpsError]) -> None:
-    one = stage()
+    scheduler = stage()
     with pytest.raises(error):
-        one.scheduler.admit("stranger", said, Beat)
-    assert all("stranger" not in seat.links for seat in one.scheduler.job.seats.by_node.values())
+        scheduler.scheduler.admit("stranger", said, Beat)
+    assert all("stranger" not in seat.links for seat in scheduler.scheduler.job.seats.by_node.values())
 
 
 @pytest.mark.spec("R242")
 def test_strangers_are_not_told_the_name_of_the_job() -> None:
-    one = stage()
-    one.peers["x"] = one.peers["w0"]
+    scheduler = stage()
+    scheduler.peers["x"] = scheduler.peers["w0"]
 
     def names(route: str, message: Message, said: Envelope) -> set[bytes]:
-        effects = one.say(route, message, envelope=said)
+        effects = scheduler.say(route, message, envelope=said)
         return {each.packet.envelope.job for each in effects if isinstance(each, Send)}
 
     assert names("x", Beat(0), envelope(life=99)) == {NOBODY}
@@ -72,22 +72,24 @@ def test_strangers_are_not_told_the_name_of_the_job() -> None:
 
 @pytest.mark.spec("R128")
 def test_looks_are_answered_so_many_times_a_second() -> None:
-    one = stage(Limits(looks=3))
-    one.peers["x"] = one.peers["w0"]
-    answers = [bool(sent(one.say("x", Look(), envelope=envelope(NOBODY, 0, 0)), Seen)) for _ in range(4)]
+    scheduler = stage(Limits(looks=3))
+    scheduler.peers["x"] = scheduler.peers["w0"]
+    answers = [
+        bool(sent(scheduler.say("x", Look(), envelope=envelope(NOBODY, 0, 0)), Seen)) for _ in range(4)
+    ]
     assert answers == [True] * 3 + [False]
-    one.now += 1.0
-    assert sent(one.say("x", Look(), envelope=envelope(NOBODY, 0, 0)), Seen)
+    scheduler.now += 1.0
+    assert sent(scheduler.say("x", Look(), envelope=envelope(NOBODY, 0, 0)), Seen)
 
 
 @pytest.mark.spec("R242", "R551")
 def test_readers_are_told_where_the_servers_are_and_of_which_job() -> None:
-    one = stage(Limits(looks=1))
-    one.peers["x"] = one.peers["w0"]
+    scheduler = stage(Limits(looks=1))
+    scheduler.peers["x"] = scheduler.peers["w0"]
     said = Envelope(NOBODY, 0, Role.READER, 7, 2**40, 9)
     answers = []
     for _ in range(WHERES_PER_LOOK + 1):
-        effects = one.say("x", Where(), envelope=said)
+        effects = scheduler.say("x", Where(), envelope=said)
         answers += sent(effects, ServersAre)
         assert {each.packet.envelope.job for each in effects if isinstance(each, Send)} <= {JOB}
     assert len(answers) == WHERES_PER_LOOK
@@ -98,15 +100,15 @@ def test_readers_are_told_where_the_servers_are_and_of_which_job() -> None:
 
 
 def test_the_log_tells_of_some_that_were_refused() -> None:
-    one = stage()
-    one.peers["x"] = one.peers["w0"]
+    scheduler = stage()
+    scheduler.peers["x"] = scheduler.peers["w0"]
 
     def refuse() -> list[str]:
-        effects = one.say("x", Hello(1, 0, "k", 0, 2, 7, "h", 7), envelope=envelope(NOBODY, 0, 0))
+        effects = scheduler.say("x", Hello(1, 0, "k", 0, 2, 7, "h", 7), envelope=envelope(NOBODY, 0, 0))
         return notes([each for each in effects if isinstance(each, Note)])
 
     told = [refuse() for _ in range(REFUSALS_TOLD_MAX + 3)]
     assert [len(lines) for lines in told] == [1] * REFUSALS_TOLD_MAX + [0] * 3
-    one.now += 10.0
+    scheduler.now += 10.0
     (line,) = refuse()
     assert "(3 more were refused before" in line

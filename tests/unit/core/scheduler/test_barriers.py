@@ -95,7 +95,7 @@ class TestWithoutWaiting:
         barriers = Barriers(range(3))
         self.lose(barriers, r2="exit code 1")
         assert self.stand(barriers, 0) == []
-        assert [one.route for one in self.stand(barriers, 1)] == ["w0", "w1"]
+        assert [send.route for send in self.stand(barriers, 1)] == ["w0", "w1"]
 
 
 class TestResuming:

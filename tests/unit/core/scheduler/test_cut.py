@@ -129,7 +129,7 @@ def test_nobody_stands_for_ever() -> None:
 def test_strangers_are_not_heard() -> None:
     cut = cut_of(1, 1)
     stranger = (Halted(7, {}), Proceeding(7, False), ImageTaken(7), kept(1), Committed(7, "no"))
-    hear(cut, *[(Node(Role.WORKER, 5), one) for one in stranger])
+    hear(cut, *[(Node(Role.WORKER, 5), item) for item in stranger])
     assert cut == cut_of(1, 1)
 
 

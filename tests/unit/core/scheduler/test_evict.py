@@ -15,26 +15,26 @@ WORKER = Node(Role.WORKER, 0)
 
 
 def stage() -> Stage:
-    one = Stage(1, 1, has_keys=True)
+    scheduler = Stage(1, 1, has_keys=True)
     for route, key in (("w0", KEY), ("s0", THIRD)):
-        one.peers[route] = Peer(Role.WORKER if route == "w0" else Role.SERVER)
-        one.say(route, Enrol(key))
-        one.hello(route)
-    one.peers["admin"] = Peer(Role.WORKER)
-    return one
+        scheduler.peers[route] = Peer(Role.WORKER if route == "w0" else Role.SERVER)
+        scheduler.say(route, Enrol(key))
+        scheduler.hello(route)
+    scheduler.peers["admin"] = Peer(Role.WORKER)
+    return scheduler
 
 
 @pytest.mark.spec("R249")
 def test_evicted_worker_is_fenced_and_its_rank_is_lost() -> None:
-    one = stage()
-    effects = one.say("admin", Evict(Role.WORKER, 0), seq=1)
+    scheduler = stage()
+    effects = scheduler.say("admin", Evict(Role.WORKER, 0), seq=1)
     assert sent(effects, Done, "admin") == [Done(1)]
     (error,) = sent(effects, Error, "w0")
     assert (error.code, error.text) == (Fenced.code, "worker 0 was evicted by the operator: stop")
     (trust,) = [each for each in effects if isinstance(each, Trust)]
     assert list(trust.keys) == [THIRD]
     (view,) = sent(effects, View, "s0")
-    seat = one.scheduler.job.seats.by_node[WORKER]
+    seat = scheduler.scheduler.job.seats.by_node[WORKER]
     assert seat.state is State.LOST
     assert [each.incarnation for each in view.members if each.role == Role.WORKER] == [3]
     assert "evicted by the operator" in notes(effects)[0]
@@ -42,24 +42,24 @@ def test_evicted_worker_is_fenced_and_its_rank_is_lost() -> None:
 
 @pytest.mark.spec("R249")
 def test_messages_of_an_evicted_worker_are_refused() -> None:
-    one = stage()
-    one.say("admin", Evict(Role.WORKER, 0), seq=1)
+    scheduler = stage()
+    scheduler.say("admin", Evict(Role.WORKER, 0), seq=1)
     with pytest.raises(Fenced):
-        one.scheduler.admit("w0", one.peers["w0"].envelope(), Beat)
-    (error,) = sent(one.beat("w0"), Error)
+        scheduler.scheduler.admit("w0", scheduler.peers["w0"].envelope(), Beat)
+    (error,) = sent(scheduler.beat("w0"), Error)
     assert error.code == Fenced.code
-    assert one.scheduler.job.seats.by_node[WORKER].state is State.LOST
+    assert scheduler.scheduler.job.seats.by_node[WORKER].state is State.LOST
 
 
 @pytest.mark.spec("R249")
 def test_another_takes_its_rank() -> None:
-    one = stage()
-    one.say("admin", Evict(Role.WORKER, 0), seq=1)
-    one.peers["w1"] = Peer(Role.WORKER)
-    one.say("w1", Enrol(OTHER))
-    (welcome,) = sent(one.hello("w1"), Welcome)
+    scheduler = stage()
+    scheduler.say("admin", Evict(Role.WORKER, 0), seq=1)
+    scheduler.peers["w1"] = Peer(Role.WORKER)
+    scheduler.say("w1", Enrol(OTHER))
+    (welcome,) = sent(scheduler.hello("w1"), Welcome)
     assert (welcome.rank, welcome.incarnation) == (0, 4)
-    assert one.scheduler.job.seats.sessions()[OTHER] == "worker:0:4"
+    assert scheduler.scheduler.job.seats.sessions()[OTHER] == "worker:0:4"
 
 
 @pytest.mark.spec("R249")
@@ -72,18 +72,18 @@ def test_another_takes_its_rank() -> None:
     ],
 )
 def test_absent_member_is_not_evicted(role: Role, rank: int, says: str) -> None:
-    one = stage()
-    one.say("admin", Evict(Role.WORKER, 0), seq=1)
-    (error,) = sent(one.say("admin", Evict(role, rank), seq=2), Error)
+    scheduler = stage()
+    scheduler.say("admin", Evict(Role.WORKER, 0), seq=1)
+    (error,) = sent(scheduler.say("admin", Evict(role, rank), seq=2), Error)
     assert error.code == ConfigError.code
     assert says in error.text
 
 
 @pytest.mark.spec("R249")
 def test_without_keys_nobody_is() -> None:
-    one = Stage(1, 0)
-    one.hello("w0")
-    one.peers["admin"] = Peer(Role.WORKER)
-    (error,) = sent(one.say("admin", Evict(Role.WORKER, 0), seq=1), Error)
+    stage = Stage(1, 0)
+    stage.hello("w0")
+    stage.peers["admin"] = Peer(Role.WORKER)
+    (error,) = sent(stage.say("admin", Evict(Role.WORKER, 0), seq=1), Error)
     assert error.code == Unauthorized.code
-    assert one.scheduler.job.seats.by_node[WORKER].state is State.HELD
+    assert stage.scheduler.job.seats.by_node[WORKER].state is State.HELD

@@ -77,9 +77,9 @@ def test_newcomer_is_told_of_all_seats_and_the_others_of_its_own() -> None:
     hello = Hello(*PROTOCOL, "kvps", 0, Role.WORKER, None, "host", 9)
     stage.scheduler.on_packet("w9", Packet(stage.peers["w9"].envelope(), hello), stage.now)
     said = {
-        one.to: one.packet.message
-        for one in stage.scheduler.outbox.take()
-        if isinstance(one, Send) and isinstance(one.packet.message, View | ViewChanges)
+        send.to: send.packet.message
+        for send in stage.scheduler.outbox.take()
+        if isinstance(send, Send) and isinstance(send.packet.message, View | ViewChanges)
     }
     whole = said.pop("w9")
     assert isinstance(whole, View)
@@ -210,8 +210,8 @@ class TestSaving:
             stage.leave("s0", done=False),
         ):
             assert isinstance(effects[0], Save)
-        assert not any(isinstance(one, Save) for one in stage.beat("w0"))
-        assert not any(isinstance(one, Save) for one in stage.barrier("w0"))
+        assert not any(isinstance(item, Save) for item in stage.beat("w0"))
+        assert not any(isinstance(item, Save) for item in stage.barrier("w0"))
         assert stage.leave("w0")[-2:] == [Save(b""), Exit(0, "every worker left (1 of 1)")]
 
     def test_a_restored_job_ends_if_it_was_over(self) -> None:
@@ -234,7 +234,7 @@ def test_the_largest_view_fits_into_a_head() -> None:
 def test_launcher_is_told_whether_all_workers_go_on_without_a_lost_worker() -> None:
     def beat(route: str, goes_on: bool) -> list[object]:
         effects = stage.say(route, Beat(0, goes_on=goes_on))
-        return [one.value for one in effects if isinstance(one, Finish) and one.ticket == GOES_ON]
+        return [effect.value for effect in effects if isinstance(effect, Finish) and effect.ticket == GOES_ON]
 
     stage = Stage(workers=2, servers=1, tells_seats=True)
     for who in ("s0", "w0", "w1"):
@@ -244,4 +244,4 @@ def test_launcher_is_told_whether_all_workers_go_on_without_a_lost_worker() -> N
     assert beat("w1", True) == []
     assert beat("w1", False) == [0]
     effects = stage.leave("w1", done=False, code=1, replaceable=False)
-    assert [one.value for one in effects if isinstance(one, Finish)] == [1], "all who are here do"
+    assert [effect.value for effect in effects if isinstance(effect, Finish)] == [1], "all who are here do"

@@ -81,7 +81,7 @@ class TestDoubt:
 
     def asked(self, table: Membership) -> dict[str, int]:
         outgoing, table.claims.outgoing = table.claims.outgoing, []
-        return {str(route): one.number for route, one in outgoing}
+        return {str(route): item.number for route, item in outgoing}
 
     @pytest.mark.spec("R216")
     def test_a_holder_is_asked_the_same_until_it_answers_but_not_by_everybody(self) -> None:
@@ -110,7 +110,7 @@ class TestAttach:
             table.attach("other", envelope(W0, 1), hello(0, pid=9), 3.0)
         waits = "host:8 claims the seat of worker 0; asking whether it is alive"
         assert table.doubt("other", envelope(W0, 1), hello(0, pid=9), 3.0) == waits
-        assert [one.number for _, one in table.claims.outgoing] == [3_000_000]
+        assert [item.number for _, item in table.claims.outgoing] == [3_000_000]
         table.by_node[W0].links["child"].proved = 3_000_000
         assert table.doubt("other", envelope(W0, 1), hello(0, pid=9), 3.0) == ""
         again = table.attach("child again", envelope(W0, 1), hello(0, pid=8), 3.0)

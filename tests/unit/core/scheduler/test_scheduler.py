@@ -173,7 +173,7 @@ class TestHello:
         else:
             stage.restart()
         answers = stage.hello("s1", endpoint="tcp://a:1", host="host-s0")
-        assert [one.incarnation for one in sent(answers, Welcome)] == [2]
+        assert [member.incarnation for member in sent(answers, Welcome)] == [2]
         assert notes(answers) == ["info: server 0 joined: host-s0:7"]
 
     @pytest.mark.spec("R25")
@@ -189,7 +189,7 @@ class TestHello:
         else:
             stage.restart()
         answers = stage.hello("s1", endpoint="tcp://a:1", host="host-s0")
-        assert [one.incarnation for one in sent(answers, Welcome)] == [3]
+        assert [member.incarnation for member in sent(answers, Welcome)] == [3]
 
     def test_of_a_role_without_seats_or_with_endless_names(self) -> None:
         stage = Stage()
@@ -465,7 +465,7 @@ class TestCuts:
         stage = running(1, 1)
         assert self.concluded(stage, "w0")
         over = stage.leave("w0")
-        assert not [one for one in over if isinstance(one, Finish)]
+        assert not [item for item in over if isinstance(item, Finish)]
         assert stage.conclude() == [], "the job is over"
 
     @pytest.mark.spec("R413")

@@ -72,7 +72,7 @@ def link() -> SeatLink:
 def asked(claims: Claims) -> list[int]:
     """The numbers of the challenges that are to be sent, which are then."""
     outgoing, claims.outgoing = claims.outgoing, []
-    return [one.number for _, one in outgoing]
+    return [item.number for _, item in outgoing]
 
 
 @pytest.mark.spec("R216")

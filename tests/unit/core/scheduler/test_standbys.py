@@ -49,7 +49,7 @@ def copied(servers: int = 2, workers: int = 1, **limits: object) -> Stage:
 
 
 def row(stage: Stage, role: Role, rank: int) -> Member:
-    (member,) = [one for one in stage.scheduler.job.view(stage.now).members if one[:2] == (role, rank)]
+    (member,) = [item for item in stage.scheduler.job.view(stage.now).members if item[:2] == (role, rank)]
     return member
 
 
@@ -114,18 +114,18 @@ def test_each_server_gets_a_standby_of_another_process() -> None:
     stage = Stage(1, 3, replicas=1)
     stage.form()
     view = stage.scheduler.job.view(0.0)
-    assert [(one.role, one.rank) for one in view.members[-3:]] == [(3, 0), (3, 1), (3, 2)]
+    assert [(member.role, member.rank) for member in view.members[-3:]] == [(3, 0), (3, 1), (3, 2)]
     effects = [*spare(stage, "s0"), *spare(stage, "s1"), *spare(stage, "s2")]
     (waits,) = sent(spare(stage, "s0", "more"), Beat, "more")
     assert waits.reason == "a spare: it waits until a server has no standby"
-    welcomes = {to: one for to in ("s0b", "s1b", "s2b") for one in sent(effects, Welcome, to)}
-    assert {to: (one.rank, one.follows, one.replicas) for to, one in welcomes.items()} == {
+    welcomes = {to: item for to in ("s0b", "s1b", "s2b") for item in sent(effects, Welcome, to)}
+    assert {to: (member.rank, member.follows, member.replicas) for to, member in welcomes.items()} == {
         "s0b": (2, True, 1),
         "s1b": (0, True, 1),
         "s2b": (1, True, 1),
     }
     assert standby_of(stage, 0) == ("held", "host-s1")
-    assert [one.name for one in (Role(row(stage, Role.STANDBY, 2).role),)] == ["STANDBY"]
+    assert [field.name for field in (Role(row(stage, Role.STANDBY, 2).role),)] == ["STANDBY"]
 
 
 @pytest.mark.spec("R523")
@@ -204,7 +204,7 @@ def test_a_spare_with_keys_says_them_before() -> None:
     assert "ENROL" in beat.reason
     stage.say("s9b", Enrol(KEY[2:] + KEY[:2]))
     effects = spare(stage, "s9")
-    (trust,) = [one for one in effects if isinstance(one, Trust)]
+    (trust,) = [effect for effect in effects if isinstance(effect, Trust)]
     assert trust.keys[KEY[2:] + KEY[:2]] == f"server:0:{stage.peers['s9b'].incarnation}"
     view = stage.scheduler.job.view(0.0)
     assert view.keys[len(view.members) - 2] == KEY[2:] + KEY[:2]
@@ -232,7 +232,7 @@ def test_a_level_standby_takes_the_seat_of_a_lost_server(how: str) -> None:
     elif how == "silent":
         effects = stage.wait(13.0, others)
     else:
-        (question,) = [one for one in stage.drop("s0") if isinstance(one, Finish)]
+        (question,) = [item for item in stage.drop("s0") if isinstance(item, Finish)]
         assert question == Finish(SUSPECT, Suspect(0, former.incarnation, "tcp://s0:1"))
         if how == "broken":
             effects = stage.wait(1.1, others)
@@ -244,8 +244,8 @@ def test_a_level_standby_takes_the_seat_of_a_lost_server(how: str) -> None:
     view = sent(effects, View, "w0")[-1]
     assert (view.epoch, view.since, view.phase) == (0, 0, "running")
     assert {"w0", "s1", "s0b", "s1b"} <= set(told(effects, View))
-    first = next(at for at, one in enumerate(effects) if isinstance(one, Save))
-    assert first < next(at for at, one in enumerate(effects) if sent([one], View))
+    first = next(at for at, item in enumerate(effects) if isinstance(item, Save))
+    assert first < next(at for at, item in enumerate(effects) if sent([item], View))
     assert any("its standby host-s1:7 goes on in its place" in note for note in notes(effects))
     stage.restart()
     assert row(stage, Role.SERVER, 0).incarnation == standby.incarnation
@@ -292,7 +292,7 @@ def test_two_losses_in_a_row_are_survived_if_the_copy_was_made_between() -> None
         stage.drop(route)
         stage.take(stage.scheduler.on_ended(rank, incarnation, stage.now))
     assert [row(stage, Role.SERVER, rank).host for rank in range(3)] == ["host-s2"] * 3
-    assert [one.rank for one in stage.scheduler.job.standbys.promotions] == [0, 1, 0]
+    assert [promotion.rank for promotion in stage.scheduler.job.standbys.promotions] == [0, 1, 0]
 
 
 @pytest.mark.spec("R526")
@@ -328,18 +328,18 @@ def test_hosts_are_asked_while_all_is_well() -> None:
     stage = copied()
     stage.say("s1b", Standing(level=False, copied=99))
     told = stage.say("s1b", Standing(level=True, copied=100))
-    asked = [one.value for one in told if isinstance(one, Finish)]
-    assert [(one.endpoint, one.is_silent) for one in asked if isinstance(one, Suspect)] == [
+    asked = [effect.value for effect in told if isinstance(effect, Finish)]
+    assert [(item.endpoint, item.is_silent) for item in asked if isinstance(item, Suspect)] == [
         ("tcp://s1b:1", True),
         ("tcp://s0:1", True),
     ]
 
 
 def test_of_a_worker_and_in_a_job_without_copies_nobody_is_asked_for() -> None:
-    assert not [one for one in copied().drop("w0") if isinstance(one, Finish)]
+    assert not [item for item in copied().drop("w0") if isinstance(item, Finish)]
     stage = Stage(1, 2)
     stage.form()
-    assert not [one for one in stage.drop("s0") if isinstance(one, Finish)]
+    assert not [item for item in stage.drop("s0") if isinstance(item, Finish)]
 
 
 # --- the loss of a standby ------------------------------------------------------------------------
@@ -412,7 +412,7 @@ def test_the_end_of_a_job_stops_standbys_and_spares() -> None:
     spare(stage, "s1", "s1c")
     effects = stage.leave("w0")
     assert set(told(effects, Stop)) == {"w0", "s0", "s1", "s0b", "s1b", "s1c"}
-    assert any(isinstance(one, Exit) for one in effects)
+    assert any(isinstance(effect, Exit) for effect in effects)
     stage = copied(keep_alive=True)
     effects = stage.leave("w0")
     assert set(told(effects, Stop)) == {"w0", "s0b", "s1b"}

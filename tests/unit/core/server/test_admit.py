@@ -13,14 +13,14 @@ WORKER, SERVER = Role.WORKER, Role.SERVER
 
 
 def stage() -> ServerStage:
-    one = ServerStage(2, 2, greeted=False)
-    one.hello(0)
-    return one
+    server = ServerStage(2, 2, greeted=False)
+    server.hello(0)
+    return server
 
 
-def admitted(one: ServerStage, kind: type[Message], role: Role, rank: int, life: int) -> bool:
-    envelope = Envelope(JOB, one.view, role, rank, life, 1)
-    return one.server.admit(b"somebody", envelope, kind)
+def admitted(server: ServerStage, kind: type[Message], role: Role, rank: int, life: int) -> bool:
+    envelope = Envelope(JOB, server.view, role, rank, life, 1)
+    return server.server.admit(b"somebody", envelope, kind)
 
 
 @pytest.mark.spec("R240", "R241")
@@ -49,7 +49,7 @@ def test_another_job() -> None:
 
 
 def test_answers_and_the_scheduler_are_judged_elsewhere() -> None:
-    one = stage()
+    server = stage()
     for kind in (Welcome, Error):
-        assert one.server.admit("server 1", Envelope(JOB, 0, SERVER, 1, 2, 0), kind)
-    assert one.server.admit(SCHEDULER, Envelope(JOB, 0, Role.SCHEDULER, 0, 0, 0), View)
+        assert server.server.admit("server 1", Envelope(JOB, 0, SERVER, 1, 2, 0), kind)
+    assert server.server.admit(SCHEDULER, Envelope(JOB, 0, Role.SCHEDULER, 0, 0, 0), View)

@@ -37,9 +37,9 @@ from tests.support.server_harness import Said, ServerStage, acked, heard, openin
 @pytest.fixture
 def stage() -> ServerStage:
     """Two workers, one server, a sync store."""
-    one = ServerStage(2)
-    one.open()
-    return one
+    server = ServerStage(2)
+    server.open()
+    return server
 
 
 def declaring(*keys: str, create: bool = False, call: int = 0, count: int = 2) -> Declare:
@@ -47,7 +47,7 @@ def declaring(*keys: str, create: bool = False, call: int = 0, count: int = 2) -
 
 
 def to(said: list[Said], rank: int) -> list[Message]:
-    return [one.message for one in said if one.to == b"w%d" % rank]
+    return [effect.message for effect in said if effect.to == b"w%d" % rank]
 
 
 # --- keys -------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def test_a_wrong_shape_is_told_to_who_asked_for_it_and_to_nobody_else(stage: Ser
     stage.say(1, declaring("a", count=3), seq=50)
     stage.declare("a", torch.zeros(2))
     said = stage.load("a", torch.zeros(2))
-    assert [type(one) for one in to(said, 0)] == [Ack]
+    assert [type(item) for item in to(said, 0)] == [Ack]
     (error,) = to(said, 1)
     assert isinstance(error, Error)
     assert error.seq == 50
@@ -145,7 +145,7 @@ def test_a_broadcast_is_waited_for_by_its_number(stage: ServerStage) -> None:
     stage.init("a", [1.0, 1.0])
     assert stage.say(1, declaring("a", call=1), seq=50) == []
     said = stage.declare("a", torch.zeros(2), call=1) + stage.load("a", torch.ones(2) * 5, call=1)
-    assert [type(one) for one in to(said, 1)] == [Declared]
+    assert [type(item) for item in to(said, 1)] == [Declared]
     assert acked(stage.load("a", torch.ones(2) * 9, call=1))
     assert stage.values("a") == [5, 5]
 
@@ -169,11 +169,11 @@ def test_a_broadcast_is_read_part_by_part_while_it_is_loaded(stage: ServerStage)
     for seq, start in ((51, 0), (52, 2), (53, 4)):
         assert early_pull(stage, start, 2, seq) == []
     (probed,) = heard(stage.say(1, Probe((51, 53))), Probed)
-    assert [one.seq for one in probed.pending] == [51, 53]
+    assert [request.seq for request in probed.pending] == [51, 53]
     assert "key 'a': rank 0" in probed.pending[0].reason
     assert "has not loaded all of its value" in probed.pending[0].reason
     assert part(stage, 2, 7.0) == [], "it belongs behind what is not there, and is asked for again"
-    assert [one.message for one in part(stage, 0, 7.0)] == [Ack((Receipt(stage.seqs[0], 0),))]
+    assert [packet.message for packet in part(stage, 0, 7.0)] == [Ack((Receipt(stage.seqs[0], 0),))]
     assert pulled(part(stage, 1, 8.0, 9.0)) == {51: [7, 8]}
     assert pulled(part(stage, 3, 10.0, 11.0, 12.0)) == {52: [9, 10], 53: [11, 12]}
     assert stage.values("a") == [7, 8, 9, 10, 11, 12]
@@ -208,9 +208,9 @@ def test_a_replaced_key_is_gone(stage: ServerStage) -> None:
     old = stage.pieces["a"]
     row = torch.zeros(3)
     said = stage.declare("a", row, call=1)
-    assert [one.seq for one in heard(said, Error)] == [50, 51, 52]
+    assert [request.seq for request in heard(said, Error)] == [50, 51, 52]
     assert all(
-        "key 'a' was replaced by another shape; read it again" in one.text for one in heard(said, Error)
+        "key 'a' was replaced by another shape; read it again" in item.text for item in heard(said, Error)
     )
     stage.load("a", row, call=1)
     run = Run(old[0].start, old[0].size, 1)
@@ -230,10 +230,10 @@ def test_waiter_behind_a_replaced_key_gets_an_error_in_the_end(stage: ServerStag
     stage.push(0, "a", [1], 0)
     stage.push(1, "a", [1], 0)  # it waits at b now
     said = stage.declare("a", torch.zeros(3), call=1)
-    assert said == [one for one in said if one.to == b"w0"]
+    assert said == [effect for effect in said if effect.to == b"w0"]
     stage.push(0, "b", [1], 0)
     said = stage.push(1, "b", [1], 0)
-    assert [(one.seq, one.code) for one in heard(said, Error)] == [(50, 13)]
+    assert [(request.seq, request.code) for request in heard(said, Error)] == [(50, 13)]
 
 
 def test_repeated_pull_is_told_once_that_a_key_was_replaced(stage: ServerStage) -> None:
@@ -252,10 +252,10 @@ def test_repeated_pull_is_told_once_that_a_key_was_replaced(stage: ServerStage) 
 def test_a_pushpull_is_acknowledged_and_answered_later(stage: ServerStage) -> None:
     stage.init("a", [0.0, 0.0])
     said = stage.push(0, "a", [1, 1], 0, pull=True, seq=50)
-    assert [type(one) for one in to(said, 0)] == [Ack]
+    assert [type(item) for item in to(said, 0)] == [Ack]
     said = stage.push(1, "a", [2, 2], 0, pull=True, seq=50)
-    assert [type(one) for one in to(said, 0) + to(said, 1)] == [Pulled, Pulled]
-    assert all(one.values() == [3, 3] for one in said)
+    assert [type(item) for item in to(said, 0) + to(said, 1)] == [Pulled, Pulled]
+    assert all(effect.values() == [3, 3] for effect in said)
 
 
 @pytest.mark.spec("R52", "R57")
@@ -263,7 +263,7 @@ def test_a_pushpull_that_comes_again_is_answered_once(stage: ServerStage) -> Non
     stage.init("a", [0.0, 0.0])
     for _ in range(3):
         assert acked(stage.push(0, "a", [1, 1], 0, pull=True, seq=50)) == [50]
-    assert [type(one) for one in to(stage.push(1, "a", [2, 2], 0), 0)] == [Pulled]
+    assert [type(item) for item in to(stage.push(1, "a", [2, 2], 0), 0)] == [Pulled]
     said = stage.push(0, "a", [1, 1], 0, pull=True, seq=50)  # the answer was lost
     assert pulled(said) == {50: [3, 3]}
 
@@ -276,7 +276,7 @@ def test_disagreeing_rank_gets_the_error_and_rank_0_does_not(stage: ServerStage)
     stage.say(1, optimizing("sgd", create=False, lr=0.25), seq=50)
     said = stage.say(0, optimizing("sgd", lr=0.5), seq=60)
     assert to(said, 0) == [Done(60)]
-    assert [one.seq for one in heard(said, Error, b"w1")] == [50]
+    assert [request.seq for request in heard(said, Error, b"w1")] == [50]
 
 
 def test_a_repeated_set_is_done_once(stage: ServerStage) -> None:
@@ -466,8 +466,8 @@ def test_a_state_goes_to_another_server_and_training_goes_on(rule, numbers, dtyp
     state = said.message
     assert isinstance(state, StateIs)
     rows = [
-        from_frame(frame, next(n for n, d in BY_NAME.items() if d.id == one.dtype))
-        for one, frame in zip(state.fields, said.payload, strict=True)
+        from_frame(frame, next(n for n, d in BY_NAME.items() if d.id == array.dtype))
+        for array, frame in zip(state.fields, said.payload, strict=True)
     ]
     # The weights travel by themselves.
     second.init("w", torch.tensor(first.values("w"), dtype=dtype), call=1)

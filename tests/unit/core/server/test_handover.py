@@ -51,14 +51,14 @@ def training(mode: str = "sync") -> tuple[Mover, p.Piece]:
 
 
 def finished(stage: Stage) -> list[tuple[int, object]]:
-    return [(one.ticket, one.value) for one in stage.notes if isinstance(one, Finish)]
+    return [(note.ticket, note.value) for note in stage.notes if isinstance(note, Finish)]
 
 
 @pytest.mark.spec("R470")
 def test_a_seat_is_handed_over_between_two_rounds() -> None:
     pair, piece = training()
-    one = pair.primary
-    assert one.server._replicator is None
+    item = pair.primary
+    assert item.server._replicator is None
     assert not heard(pair.do(0, of(0, push(piece, 2)), GRADIENT), p.Pulled)
     pair.name()
     pair.ask()
@@ -69,8 +69,8 @@ def test_a_seat_is_handed_over_between_two_rounds() -> None:
     assert heard(pair.said, p.Pulled), "the standby has what it tells"
     assert pair.is_level
     assert pair.do(0, of(0, push(piece, 3)), GRADIENT) == []
-    assert one.span("w").pushed == {0: 3, 1: 3}, "it is left to the next holder"
-    pair.standby.pieces = one.pieces
+    assert item.span("w").pushed == {0: 3, 1: 3}, "it is left to the next holder"
+    pair.standby.pieces = item.pieces
     assert [welcome.promoted for welcome in heard(pair.promote(), p.Welcome)] == [True, True]
     said = [told for rank in range(2) for told in pair.standby.say(rank, of(rank, push(piece, 3)), GRADIENT)]
     assert heard(said, p.Pulled)
@@ -99,10 +99,10 @@ def test_a_server_goes_on_when_nobody_takes_its_seat_any_more() -> None:
 @pytest.mark.parametrize("kind", ["dense", "rows"])
 def test_no_round_is_opened_once_that_was_waited_for_long_enough(kind: str) -> None:
     pair, piece = training()
-    one = pair.primary
+    item = pair.primary
     if kind == "rows":
-        one.declare("r", torch.ones(3), shape=(3, 1))
-        one.load("r", torch.ones(3))
+        item.declare("r", torch.ones(3), shape=(3, 1))
+        item.load("r", torch.ones(3))
     key, first = ("w", 2) if kind == "dense" else ("r", 0)
 
     def pushed(rank: int, number: int) -> list[Any]:
@@ -112,28 +112,28 @@ def test_no_round_is_opened_once_that_was_waited_for_long_enough(kind: str) -> N
         return pair.do(rank, message, torch.tensor([1]), GRADIENT[:1])
 
     def counts() -> tuple[int, int]:
-        counted = one.span(key).pushed
+        counted = item.span(key).pushed
         return counted.get(0, 0) - first, counted.get(1, 0) - first
 
     pushed(0, 0)
     pair.name()
     pair.ask()
     pair.pump()
-    one.now += PATIENCE_S / 2
+    item.now += PATIENCE_S / 2
     pushed(0, 1)
     pushed(1, 0)
     pair.pump()
     assert counts() == (2, 1), "rank 0 is always ahead"
-    one.now += PATIENCE_S
-    one.take(one.server.on_timer(one.now))
+    item.now += PATIENCE_S
+    item.take(item.server.on_timer(item.now))
     assert not pushed(0, 2)
     assert counts() == (2, 1), "this would open a round"
     assert heard(pair.do(0, p.Probe((99,))), p.Probed), "all else is carried out"
     assert heard(pair.do(0, p.PushRows("kv", "unknown", 1, (0,), 0, 1, 0)), p.Error)
-    one.now += GATE_S
+    item.now += GATE_S
     pushed(0, 2)
     assert counts() == (3, 1), "the round waits for something that waits for this"
-    one.now += PAUSE_S
+    item.now += PAUSE_S
     pushed(0, 3)
     assert counts() == (3, 1)
     pushed(1, 1)
@@ -157,7 +157,7 @@ def test_a_push_to_a_table_opens_its_rounds() -> None:
 def test_pushes_without_rounds_are_left_when_there_is_no_end_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvps.core.server.replicas.primary.WINDOW_BYTES", 4)
     pair, piece = training("async")
-    one = pair.primary
+    item = pair.primary
     pair.name()
     pair.ask()
     pair.pump(2)
@@ -166,43 +166,43 @@ def test_pushes_without_rounds_are_left_when_there_is_no_end_of_them(monkeypatch
         pair.do(0, of(0, push(piece, number)), GRADIENT)
         number += 1
         pair.pump(2)
-    one.now += PATIENCE_S + 0.1
-    version = one.span("w").version
+    item.now += PATIENCE_S + 0.1
+    version = item.span("w").version
     pair.do(0, of(0, push(piece, number)), GRADIENT)
-    assert one.span("w").version == version
+    assert item.span("w").version == version
     pair.pump()
     assert pair.is_level
 
 
 def test_the_process_of_another_server_is_asked_for_a_spare() -> None:
     pair, _ = training()
-    one = pair.primary
+    item = pair.primary
     listed = [p.Member(Role.STANDBY, 3, 0, "empty", "", "", 0.0, "")]
-    view = one.server.member.view
+    view = item.server.member.view
     assert view is not None
-    one.view += 1
-    one.scheduler(p.View(one.view, "running", "", (*view.members, *listed)))
-    assert finished(one) == [(WANTED, None)]
-    one.take(one.server.retire("asked to stop", 20.0, one.now))
-    one.view += 1
-    one.scheduler(p.View(one.view, "running", "", (*view.members, *listed)))
-    assert finished(one) == [(WANTED, None)], "not of one that is to end"
+    item.view += 1
+    item.scheduler(p.View(item.view, "running", "", (*view.members, *listed)))
+    assert finished(item) == [(WANTED, None)]
+    item.take(item.server.retire("asked to stop", 20.0, item.now))
+    item.view += 1
+    item.scheduler(p.View(item.view, "running", "", (*view.members, *listed)))
+    assert finished(item) == [(WANTED, None)], "not of one that is to end"
 
 
 @pytest.mark.spec("R475")
 def test_a_server_that_is_to_end_asks_until_it_is_told() -> None:
     pair, _ = training()
-    one = pair.primary
-    said = one.take(one.server.retire("asked to stop", 20.0, one.now))
+    item = pair.primary
+    said = item.take(item.server.retire("asked to stop", 20.0, item.now))
     assert heard(said, p.Drain) == [p.Drain(0, 20.0)]
-    one.now += 1.0
-    assert heard(one.take(one.server.on_timer(one.now)), p.Drain)
-    one.scheduler(p.Error(0, 3, "no other process"))
-    one.scheduler(p.Beat(0))
-    assert finished(one) == [(STAYS, "no other process")]
-    one.now += SILENT_S + 0.1
-    one.take(one.server.on_timer(one.now))
-    assert finished(one)[1:] == [(STAYS, "the scheduler does not answer")]
+    item.now += 1.0
+    assert heard(item.take(item.server.on_timer(item.now)), p.Drain)
+    item.scheduler(p.Error(0, 3, "no other process"))
+    item.scheduler(p.Beat(0))
+    assert finished(item) == [(STAYS, "no other process")]
+    item.now += SILENT_S + 0.1
+    item.take(item.server.on_timer(item.now))
+    assert finished(item)[1:] == [(STAYS, "the scheduler does not answer")]
 
 
 def test_a_process_without_a_seat_ends_at_once() -> None:
@@ -216,7 +216,9 @@ def test_a_process_without_a_seat_ends_at_once() -> None:
 def copied(stage: Stage) -> list[tuple[int, int]]:
     """Return start and size of what was sent to the standby."""
     return [
-        (one.message.start, one.message.size) for one in stage.sent if isinstance(one.message, p.CopyValues)
+        (packet.message.start, packet.message.size)
+        for packet in stage.sent
+        if isinstance(packet.message, p.CopyValues)
     ]
 
 
@@ -267,24 +269,24 @@ def test_the_rest_of_a_span_that_has_changed_again_is_not_copied_first(
     monkeypatch.setattr("kvps.core.server.replicas.primary.BLOCK", 2)
     monkeypatch.setattr("kvps.core.server.replicas.primary.WINDOW_BYTES", 25)
     pair = many(4)
-    one = pair.primary
+    item = pair.primary
     pair.name()
     pair.ask()
     for packet in pair.standby.sent:
-        one.hear(b"q", packet)
+        item.hear(b"q", packet)
     pair.standby.sent.clear()
-    assert copied(one) == [(0, 3), (3, 3)], "the window is full"
+    assert copied(item) == [(0, 3), (3, 3)], "the window is full"
     all_of(pair, 1, 4)
-    sent, one.sent = one.sent, []
+    sent, item.sent = item.sent, []
     for packet in sent:
         pair.standby.hear("server 0", packet)  # type: ignore[arg-type]
     taken: list[tuple[int, int]] = []
     while not pair.is_level:
         back, pair.standby.sent = pair.standby.sent, []
         for packet in back:
-            one.hear(b"q", packet)
-        taken += copied(one)
-        forth, one.sent = one.sent, []
+            item.hear(b"q", packet)
+        taken += copied(item)
+        forth, item.sent = item.sent, []
         for packet in forth:
             pair.standby.hear("server 0", packet)  # type: ignore[arg-type]
         assert back or forth
@@ -296,16 +298,16 @@ def test_after_the_first_pass_nothing_is_copied_that_is_about_to_change(
 ) -> None:
     monkeypatch.setattr("kvps.core.server.replicas.handover.STILL_BYTES", 1)
     pair, piece = training()
-    one = pair.primary
+    item = pair.primary
     pair.do(0, of(0, push(piece, 2)), GRADIENT)
     pair.name()
     pair.ask()
     pair.pump()
-    one.init("other", [4.0, 5.0])
-    assert copied(one) == [], "round 2 is open"
+    item.init("other", [4.0, 5.0])
+    assert copied(item) == [], "round 2 is open"
     pair.do(1, of(1, push(piece, 2)), GRADIENT)
-    assert sorted(copied(one)) == [(0, 3), (3, 2)]
-    mover = one.server._replicator
+    assert sorted(copied(item)) == [(0, 3), (3, 2)]
+    mover = item.server._replicator
     assert mover is not None
     assert not mover.is_level, "calls would wait until this is there"
     pair.pump()

@@ -53,21 +53,21 @@ def test_a_budget_grows_no_more() -> None:
 
 def stage() -> ServerStage:
     """Return a server with a key, that then runs short of memory."""
-    one = ServerStage(2, limits=Limits(used_memory=90))
-    one.open()
-    one.init("w", [1.0, 2.0])
-    assert not reading(one, 89)
-    assert reading(one, 90) == [
+    server = ServerStage(2, limits=Limits(used_memory=90))
+    server.open()
+    server.init("w", [1.0, 2.0])
+    assert not reading(server, 89)
+    assert reading(server, 90) == [
         "server 0 is short of memory: 90 B of 100 B are in use (90 %), and new work is refused from 90 % on"
     ]
-    return one
+    return server
 
 
-def reading(one: ServerStage, used_bytes: int) -> list[str]:
+def reading(server: ServerStage, used_bytes: int) -> list[str]:
     """Tell the server how much of 100 bytes is in use; return what it logs."""
-    one.notes.clear()
-    one.take(one.server.on_memory(used_bytes, 100, one.now))
-    return [note.text for note in one.notes if isinstance(note, Note)]
+    server.notes.clear()
+    server.take(server.server.on_memory(used_bytes, 100, server.now))
+    return [note.text for note in server.notes if isinstance(note, Note)]
 
 
 @pytest.mark.spec("R380")
@@ -77,31 +77,31 @@ def reading(one: ServerStage, used_bytes: int) -> list[str]:
     ids=["a store", "a key", "an optimizer"],
 )
 def test_new_work_is_refused_until_there_is_memory_again(message: Open | Declare | Optimize) -> None:
-    one = stage()
-    (said,) = one.say(0, message)
+    server = stage()
+    (said,) = server.say(0, message)
     assert isinstance(said.message, Error)
     assert said.message.code == Overload.code
-    assert one.server.counts.values()["kvps_overloads_total", "used_memory"] == 1
-    assert reading(one, 80) == [
+    assert server.server.counts.values()["kvps_overloads_total", "used_memory"] == 1
+    assert reading(server, 80) == [
         "server 0 has memory again: 80 B of 100 B are in use (80 %), and new work is taken"
     ]
     if isinstance(message, Open):
-        (said,) = one.say(0, message)
+        (said,) = server.say(0, message)
         assert isinstance(said.message, Done)
 
 
 @pytest.mark.spec("R380")
 def test_known_keys_and_stores_are_declared_again() -> None:
     """A replacement of a worker opens what is there, and declares what is there."""
-    one = stage()
-    (said,) = one.say(1, opening())
+    server = stage()
+    (said,) = server.say(1, opening())
     assert isinstance(said.message, Done)
-    (said,) = one.say(1, Declare("kv", False, 0, (Entry("w", 1, (2,), 0, 2),)))
+    (said,) = server.say(1, Declare("kv", False, 0, (Entry("w", 1, (2,), 0, 2),)))
     assert isinstance(said.message, Declared)
 
 
 def test_a_server_that_returns_to_a_checkpoint_begins_without_pressure() -> None:
     """It has given back what it held; the next reading counts."""
-    one = stage()
-    one.server._reset({})
-    assert not one.server.control.budget.pressure.is_high
+    server = stage()
+    server.server._reset({})
+    assert not server.server.control.budget.pressure.is_high

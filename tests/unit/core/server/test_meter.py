@@ -27,9 +27,9 @@ def counted(stage: ServerStage, name: str) -> dict[str, float]:
     return {label: n for (of, label), n in stage.server.counts.values().items() if of == name}
 
 
-def gauges_of(one: Server) -> dict[tuple[str, str], float]:
+def gauges_of(server: Server) -> dict[tuple[str, str], float]:
     """Return the gauges of a server."""
-    return measured.gauges(one.context, one.control, one.checkpointer.epoch, one.oldest_round_s)
+    return measured.gauges(server.context, server.control, server.checkpointer.epoch, server.oldest_round_s)
 
 
 def measure(stage: ServerStage, number: int = 1) -> Measured:
@@ -89,7 +89,7 @@ def test_measure_is_answered_at_once_with_gauges_counters_and_rounds() -> None:
     stage.push(0, "a", [1.0] * 4, 0)
     stage.now += 3.0
     answer = measure(stage, 7)
-    values = {(one.name, one.label): one.value for one in answer.counts}
+    values = {(count.name, count.label): count.value for count in answer.counts}
     gauges = gauges_of(stage.server)
     assert answer.number == 7
     assert values == {
@@ -130,5 +130,5 @@ def test_a_server_without_a_seat_has_no_incarnation() -> None:
     assert ("kvps_incarnation", "") not in gauges_of(alone)
     question = over(Envelope(bytes(16), 0, Role.SCHEDULER, 0, 0, 0), Measure(1))
     assert not [
-        one for one in taken(alone, alone.on_packet("scheduler", question, 0.0)) if isinstance(one, Send)
+        item for item in taken(alone, alone.on_packet("scheduler", question, 0.0)) if isinstance(item, Send)
     ]

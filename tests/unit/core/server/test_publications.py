@@ -80,10 +80,10 @@ class Stage(ServerStage):
 
 
 def stage(**options: object) -> Stage:
-    one = Stage(**options)  # type: ignore[arg-type]
-    one.open()
-    one.greet(0)
-    return one
+    server = Stage(**options)  # type: ignore[arg-type]
+    server.open()
+    server.greet(0)
+    return server
 
 
 def fails(said: list[Said], error: type[Exception], text: str) -> None:
@@ -97,112 +97,114 @@ def fails(said: list[Said], error: type[Exception], text: str) -> None:
 
 @pytest.mark.spec("R543", "R544")
 def test_frozen_values_do_not_change_and_are_read_in_the_published_type() -> None:
-    one = stage()
-    one.init("w", [1.0, 2.0, 3.0, 4.0])
-    one.init("n", torch.tensor([7, 8]))
-    chunks = [one.pieces[key][0].chunk for key in ("w", "n")]
+    server = stage()
+    server.init("w", [1.0, 2.0, 3.0, 4.0])
+    server.init("n", torch.tensor([7, 8]))
+    chunks = [server.pieces[key][0].chunk for key in ("w", "n")]
     for _ in range(2):
-        assert heard(one.freeze(1, *chunks, as_dtype=BFLOAT16), p.Done)
-    one.announce(1)
-    assert heard(one.freeze(2, chunks[0]), p.Done)
-    one.announce(2)
-    held = one.bytes
-    assert heard(one.freeze(2, chunks[0]), p.Done), "again"
+        assert heard(server.freeze(1, *chunks, as_dtype=BFLOAT16), p.Done)
+    server.announce(1)
+    assert heard(server.freeze(2, chunks[0]), p.Done)
+    server.announce(2)
+    held = server.bytes
+    assert heard(server.freeze(2, chunks[0]), p.Done), "again"
     for number in range(2):
         for rank in range(2):
-            one.push(rank, "w", [9.0] * 4, number)
-    assert one.values("w") == [18.0] * 4
-    (said,) = one.read(1, chunks[0], 8)
+            server.push(rank, "w", [9.0] * 4, number)
+    assert server.values("w") == [18.0] * 4
+    (said,) = server.read(1, chunks[0], 8)
     assert from_frame(said.payload[0], "bfloat16").tolist() == [1.0, 2.0, 3.0, 4.0]
-    (said,) = one.read(1, chunks[1], 16)
+    (said,) = server.read(1, chunks[1], 16)
     assert from_frame(said.payload[0], "int64").tolist() == [7, 8], "only floating-point values are converted"
-    assert one.floats(2, chunks[0], 8, 4) == [2.0, 3.0]
-    assert one.bytes == held, "a buffer of two versions counts once"
-    one.publish(3, 5.0, keep=1)
-    assert (one.held, one.bytes) == ([3], 4)
+    assert server.floats(2, chunks[0], 8, 4) == [2.0, 3.0]
+    assert server.bytes == held, "a buffer of two versions counts once"
+    server.publish(3, 5.0, keep=1)
+    assert (server.held, server.bytes) == ([3], 4)
 
 
 @pytest.mark.spec("R542")
 def test_repeated_or_late_requests_change_nothing() -> None:
-    one = stage()
-    one.publish(5, 1.0, 2.0)
-    assert heard(one.put(5, 8.0, 9.0), p.Done)
-    assert heard(one.put(4, 8.0, 9.0), p.Done)
-    assert heard(one.announce(5), p.Done)
-    assert heard(one.announce(3), p.Done)
-    assert one.held == [5]
-    assert one.floats(5, 0, 8) == [1.0, 2.0]
-    one.init("w", [1.0])
-    assert heard(one.freeze(5, one.pieces["w"][0].chunk), p.Done)
-    fails(one.read(5, one.pieces["w"][0].chunk, 4), ProtocolError, "cannot be read")
+    server = stage()
+    server.publish(5, 1.0, 2.0)
+    assert heard(server.put(5, 8.0, 9.0), p.Done)
+    assert heard(server.put(4, 8.0, 9.0), p.Done)
+    assert heard(server.announce(5), p.Done)
+    assert heard(server.announce(3), p.Done)
+    assert server.held == [5]
+    assert server.floats(5, 0, 8) == [1.0, 2.0]
+    server.init("w", [1.0])
+    assert heard(server.freeze(5, server.pieces["w"][0].chunk), p.Done)
+    fails(server.read(5, server.pieces["w"][0].chunk, 4), ProtocolError, "cannot be read")
 
 
 @pytest.mark.spec("R545")
 def test_newest_versions_stay_and_incomplete_ones_go() -> None:
-    one = stage()
+    server = stage()
     for number in (1, 2, 3):
-        one.publish(number, float(number))
-    one.put(4, 4.0)
-    assert one.held == [2, 3, 4]
-    assert one.bytes == 12
-    one.put(5, 5.0)
-    assert one.held == [2, 3, 5], "version 4 is not announced any more"
-    one.say(0, p.Announce("kv", "policy", 6, 2, 0))
-    assert one.held == [3, 6], "a server may have no part of a version"
-    assert heard(one.put(7), p.Done), "a block may be empty"
+        server.publish(number, float(number))
+    server.put(4, 4.0)
+    assert server.held == [2, 3, 4]
+    assert server.bytes == 12
+    server.put(5, 5.0)
+    assert server.held == [2, 3, 5], "version 4 is not announced any more"
+    server.say(0, p.Announce("kv", "policy", 6, 2, 0))
+    assert server.held == [3, 6], "a server may have no part of a version"
+    assert heard(server.put(7), p.Done), "a block may be empty"
 
 
 @pytest.mark.spec("R541")
 def test_publisher_is_rank_0_of_one_store_and_keeps_a_version() -> None:
-    one = stage()
-    one.publish(1, 1.0)
-    fails(one.freeze(2, rank=1), ProtocolError, "rank 1 may not publish")
+    server = stage()
+    server.publish(1, 1.0)
+    fails(server.freeze(2, rank=1), ProtocolError, "rank 1 may not publish")
     for keep in (0, 1025):
-        fails(one.put(2, 1.0, keep=keep), ConfigError, "keep must be 1 to 1024")
-    fails(one.put(2, 1.0, store="other"), ProtocolError, "was not opened")
-    one.open(store="other")
-    fails(one.put(2, 1.0, store="other"), Mismatch, "store 'kv' publishes 'policy' already")
-    one.say(0, p.Close((p.StoreLife("kv", 0),)))
-    one.say(1, p.Close((p.StoreLife("kv", 0),)))
-    one.now += 100
-    one.take(one.server.on_timer(one.now))
-    one.take(one.server.on_timer(one.now + 100))
-    assert "kv" not in one.server.context.stores
-    assert heard(one.put(2, 1.0, store="other"), p.Done)
+        fails(server.put(2, 1.0, keep=keep), ConfigError, "keep must be 1 to 1024")
+    fails(server.put(2, 1.0, store="other"), ProtocolError, "was not opened")
+    server.open(store="other")
+    fails(server.put(2, 1.0, store="other"), Mismatch, "store 'kv' publishes 'policy' already")
+    server.say(0, p.Close((p.StoreLife("kv", 0),)))
+    server.say(1, p.Close((p.StoreLife("kv", 0),)))
+    server.now += 100
+    server.take(server.server.on_timer(server.now))
+    server.take(server.server.on_timer(server.now + 100))
+    assert "kv" not in server.server.context.stores
+    assert heard(server.put(2, 1.0, store="other"), p.Done)
 
 
 def test_chunks_that_cannot_be_frozen_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = stage()
-    one.init("w", [1.0])
-    chunk = one.pieces["w"][0].chunk
-    fails(one.freeze(1, 999), ProtocolError, "no chunk 999")
-    fails(one.freeze(1, chunk, as_dtype=77), ProtocolError, "no element type has number 77")
-    one.open(store="other")
+    server = stage()
+    server.init("w", [1.0])
+    chunk = server.pieces["w"][0].chunk
+    fails(server.freeze(1, 999), ProtocolError, "no chunk 999")
+    fails(server.freeze(1, chunk, as_dtype=77), ProtocolError, "no element type has number 77")
+    server.open(store="other")
     message = p.Freeze("other", "else", 1, 2, 0, (chunk,))
-    fails(one.say(0, message), ProtocolError, "has no keys of store 'other'")
-    one.server.context.chunks.at(chunk).embedding = object()  # type: ignore[assignment]  # as that of a table
-    fails(one.freeze(1, chunk), ProtocolError, "has no keys of store 'kv'")
-    one.server.context.chunks.at(chunk).embedding = None
+    fails(server.say(0, message), ProtocolError, "has no keys of store 'other'")
+    server.server.context.chunks.at(chunk).embedding = object()  # type: ignore[assignment]  # as that of a table
+    fails(server.freeze(1, chunk), ProtocolError, "has no keys of store 'kv'")
+    server.server.context.chunks.at(chunk).embedding = None
     monkeypatch.setattr(publications, "PUBLICATIONS_MAX", 1)
-    one.publish(1, 1.0)
-    fails(one.put(1, 1.0, publication="third"), Overload, "one too many")
+    server.publish(1, 1.0)
+    fails(server.put(1, 1.0, publication="third"), Overload, "one too many")
 
 
 @pytest.mark.spec("R545")
 def test_versions_count_as_memory_and_unused_ones_go_first() -> None:
-    one = stage(memory_limit=64)
-    one.publish(1, *[1.0] * 6, keep=1)
-    one.reader(0, p.Retain("policy", 1))
-    one.publish(2, 2.0, keep=1)
-    assert one.held == [1, 2]
-    one.publish(3, *[3.0] * 10, keep=1)
-    assert one.held == [3], "a version that only a reader used went"
+    server = stage(memory_limit=64)
+    server.publish(1, *[1.0] * 6, keep=1)
+    server.reader(0, p.Retain("policy", 1))
+    server.publish(2, 2.0, keep=1)
+    assert server.held == [1, 2]
+    server.publish(3, *[3.0] * 10, keep=1)
+    assert server.held == [3], "a version that only a reader used went"
     fails(
-        one.put(4, *[4.0] * 9), Overload, "no room for version 4 of publication 'policy': publications 76 B"
+        server.put(4, *[4.0] * 9),
+        Overload,
+        "no room for version 4 of publication 'policy': publications 76 B",
     )
-    assert one.floats(3, 0, 4) == [3.0]
+    assert server.floats(3, 0, 4) == [3.0]
     fails(
-        one.reader(0, p.Retain("policy", 1)),
+        server.reader(0, p.Retain("policy", 1)),
         KeyNotFound,
         "version 1 of 'policy' is gone (version 3 is the newest)",
     )
@@ -210,36 +212,36 @@ def test_versions_count_as_memory_and_unused_ones_go_first() -> None:
 
 @pytest.mark.spec("R542")
 def test_last_version_is_told_at_once_or_when_it_is_complete() -> None:
-    one = stage()
+    server = stage()
     ask = p.LastVersion("kv", "policy", 0)
-    assert [m.number for m in heard(one.say(0, ask), p.VersionIs)] == [0]
-    assert not one.say(1, p.LastVersion("kv", "policy", 1))
-    (probed,) = heard(one.say(1, p.Probe((one.seqs[1],)), seq=0), p.Probed)
+    assert [m.number for m in heard(server.say(0, ask), p.VersionIs)] == [0]
+    assert not server.say(1, p.LastVersion("kv", "policy", 1))
+    (probed,) = heard(server.say(1, p.Probe((server.seqs[1],)), seq=0), p.Probed)
     assert "rank 0" in probed.pending[0].reason
     assert "has not published version 1 of 'policy'" in probed.pending[0].reason
-    one.put(2, 1.0)
-    assert [m.number for m in heard(one.say(0, ask), p.VersionIs)] == [2], "complete or not"
-    assert [m.number for m in heard(one.announce(2), p.VersionIs, b"w1")] == [2]
-    one.publish(3, 1.0)
-    assert [m.number for m in heard(one.say(1, p.LastVersion("kv", "policy", 1)), p.VersionIs)] == [2]
+    server.put(2, 1.0)
+    assert [m.number for m in heard(server.say(0, ask), p.VersionIs)] == [2], "complete or not"
+    assert [m.number for m in heard(server.announce(2), p.VersionIs, b"w1")] == [2]
+    server.publish(3, 1.0)
+    assert [m.number for m in heard(server.say(1, p.LastVersion("kv", "policy", 1)), p.VersionIs)] == [2]
 
 
 @pytest.mark.spec("R543")
 def test_versions_outlive_a_return_to_a_cut_and_end_with_the_job() -> None:
-    one = stage()
-    one.publish(1, 1.0)
-    one.server._reset({})
-    assert one.bytes == 4
-    assert one.floats(1, 0, 4) == [1.0]
-    one.server._begin()
-    assert one.bytes == 0
-    fails(one.read(1, 0, 4), Mismatch, "expects HELLO first")
+    server = stage()
+    server.publish(1, 1.0)
+    server.server._reset({})
+    assert server.bytes == 4
+    assert server.floats(1, 0, 4) == [1.0]
+    server.server._begin()
+    assert server.bytes == 0
+    fails(server.read(1, 0, 4), Mismatch, "expects HELLO first")
 
 
 def test_gauges_tell_the_bytes_of_a_version_that_is_not_complete() -> None:
-    one = stage()
-    one.put(1, 1.0, 2.0)
-    gauges = one.server.publications.gauges()
+    server = stage()
+    server.put(1, 1.0, 2.0)
+    gauges = server.server.publications.gauges()
     assert gauges["kvps_publication_bytes", "policy"] == 8
     assert ("kvps_publication_version", "policy") not in gauges
 
@@ -249,43 +251,43 @@ def test_gauges_tell_the_bytes_of_a_version_that_is_not_complete() -> None:
 
 @pytest.mark.spec("R546")
 def test_watch_is_answered_at_once_and_once_more() -> None:
-    one = stage()
-    (first,) = heard(one.reader(0, p.Watch("policy", 0)), p.VersionIs)
+    server = stage()
+    (first,) = heard(server.reader(0, p.Watch("policy", 0)), p.VersionIs)
     assert (first.number, first.names) == (0, ())
-    one.put(1, 1.0)
-    (news,) = heard(one.announce(1), p.VersionIs, b"r0")
+    server.put(1, 1.0)
+    (news,) = heard(server.announce(1), p.VersionIs, b"r0")
     assert (news.seq, news.number) == (first.seq, 1)
-    assert not heard(one.announce(1), p.VersionIs)
-    one.now += 3
-    one.reader(0, p.Watch("policy", 1))
-    (again,) = heard(one.reader(0, p.Watch("policy", 0)), p.VersionIs)
+    assert not heard(server.announce(1), p.VersionIs)
+    server.now += 3
+    server.reader(0, p.Watch("policy", 1))
+    (again,) = heard(server.reader(0, p.Watch("policy", 0)), p.VersionIs)
     assert (again.number, again.age_s) == (1, 3.0)
-    (other,) = heard(one.reader(0, p.Watch("nix", 0)), p.VersionIs)
+    (other,) = heard(server.reader(0, p.Watch("nix", 0)), p.VersionIs)
     assert (other.number, other.names) == (0, ("policy",))
-    one.reader(0, p.Watch("policy", 7))
-    assert not heard(one.put(2, 1.0) + one.announce(2), p.VersionIs)
+    server.reader(0, p.Watch("policy", 7))
+    assert not heard(server.put(2, 1.0) + server.announce(2), p.VersionIs)
 
 
 @pytest.mark.spec("R545", "R546")
 def test_retained_version_stays_until_its_reader_moves_on_or_is_silent() -> None:
-    one = stage()
-    one.greet(1)
-    one.publish(1, 1.0, keep=1)
-    (kept,) = one.reader(0, p.Retain("policy", 1, True))
-    assert (kept.message, bytes(kept.payload[0])) == (p.Retained(one.seq, 2), b"[]")
-    one.reader(1, p.Retain("policy", 1))
-    one.publish(2, 2.0, keep=1)
-    one.publish(3, 3.0, keep=1)
-    assert one.held == [1, 3]
-    assert one.floats(1, 0, 4) == [1.0]
-    one.reader(1, p.Retain("policy", 0))
-    assert one.held == [1, 3]
-    one.reader(0, p.Retain("policy", 3))
-    assert one.held == [3]
-    one.publish(4, 4.0, keep=1)
-    one.now += 2
-    one.take(one.server.on_timer(one.now))
-    assert one.server.publications.gauges() == {
+    server = stage()
+    server.greet(1)
+    server.publish(1, 1.0, keep=1)
+    (kept,) = server.reader(0, p.Retain("policy", 1, True))
+    assert (kept.message, bytes(kept.payload[0])) == (p.Retained(server.seq, 2), b"[]")
+    server.reader(1, p.Retain("policy", 1))
+    server.publish(2, 2.0, keep=1)
+    server.publish(3, 3.0, keep=1)
+    assert server.held == [1, 3]
+    assert server.floats(1, 0, 4) == [1.0]
+    server.reader(1, p.Retain("policy", 0))
+    assert server.held == [1, 3]
+    server.reader(0, p.Retain("policy", 3))
+    assert server.held == [3]
+    server.publish(4, 4.0, keep=1)
+    server.now += 2
+    server.take(server.server.on_timer(server.now))
+    assert server.server.publications.gauges() == {
         ("kvps_publications", ""): 1,
         ("kvps_published_versions", ""): 2,
         ("kvps_readers", ""): 2,
@@ -294,16 +296,18 @@ def test_retained_version_stays_until_its_reader_moves_on_or_is_silent() -> None
         ("kvps_publication_bytes", "policy"): 8,
         ("kvps_publication_readers", "3,policy"): 1,
     }
-    one.now += LEASE_S
-    one.take(one.server.on_timer(one.now))
-    assert one.held == [4]
-    assert not one.server.publications.readers
-    fails(one.read(4, 0, 4), Mismatch, "expects HELLO first")
-    one.greet(0)
-    fails(one.reader(0, p.Retain("nix", 1)), KeyNotFound, "version 1 of 'nix' is gone (none is the newest)")
-    one.put(5, 5.0)
-    fails(one.read(5, 0, 4), KeyNotFound, "version 5")
-    assert heard(one.reader(0, p.Retain("nix", 0)), p.Retained)
+    server.now += LEASE_S
+    server.take(server.server.on_timer(server.now))
+    assert server.held == [4]
+    assert not server.server.publications.readers
+    fails(server.read(4, 0, 4), Mismatch, "expects HELLO first")
+    server.greet(0)
+    fails(
+        server.reader(0, p.Retain("nix", 1)), KeyNotFound, "version 1 of 'nix' is gone (none is the newest)"
+    )
+    server.put(5, 5.0)
+    fails(server.read(5, 0, 4), KeyNotFound, "version 5")
+    assert heard(server.reader(0, p.Retain("nix", 0)), p.Retained)
 
 
 @pytest.mark.spec("R547")
@@ -311,134 +315,134 @@ def test_retained_version_stays_until_its_reader_moves_on_or_is_silent() -> None
     ("start", "size"), [(0, 0), (0, 20), (12, 8), (2, 4), (0, 2), (0, READ_BYTES_MAX + 4)]
 )
 def test_reads_of_other_octets_are_refused(start: int, size: int) -> None:
-    one = stage()
-    one.init("w", [1.0, 2.0, 3.0, 4.0])
-    chunk = one.pieces["w"][0].chunk
-    one.freeze(1, chunk)
-    one.announce(1)
+    server = stage()
+    server.init("w", [1.0, 2.0, 3.0, 4.0])
+    chunk = server.pieces["w"][0].chunk
+    server.freeze(1, chunk)
+    server.announce(1)
     if size == 20 or start == 12:
-        size += one.server.context.chunks.at(chunk).capacity * 4
-    fails(one.read(1, chunk, size, start), ProtocolError, f"of block {chunk} of 'policy' cannot be read")
-    fails(one.read(1, chunk + 1, 4), ProtocolError, "cannot be read")
+        size += server.server.context.chunks.at(chunk).capacity * 4
+    fails(server.read(1, chunk, size, start), ProtocolError, f"of block {chunk} of 'policy' cannot be read")
+    fails(server.read(1, chunk + 1, 4), ProtocolError, "cannot be read")
 
 
 @pytest.mark.spec("R548")
 def test_bytes_on_their_way_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = stage()
-    one.init("w", [1.0, 2.0])
-    chunk = one.pieces["w"][0].chunk
-    one.freeze(1, chunk, as_dtype=BFLOAT16)
-    one.put(1, 5.0, block=9)
-    one.announce(1)
-    served = one.server.publications
+    server = stage()
+    server.init("w", [1.0, 2.0])
+    chunk = server.pieces["w"][0].chunk
+    server.freeze(1, chunk, as_dtype=BFLOAT16)
+    server.put(1, 5.0, block=9)
+    server.announce(1)
+    served = server.server.publications
     (reader,) = served.readers.values()
     monkeypatch.setattr(publications, "AWAY_BYTES_MAX", 3)
-    assert not one.read(1, 9, 4)
+    assert not server.read(1, 9, 4)
     monkeypatch.setattr(publications, "AWAY_BYTES_MAX", 4)
-    assert one.read(1, 9, 4)
-    assert one.read(1, chunk, 4)
+    assert server.read(1, 9, 4)
+    assert server.read(1, chunk, 4)
     monkeypatch.setattr(publications, "COPIES_BYTES_MAX", 3)
     monkeypatch.setattr(publications, "AWAY_BYTES_MAX", 5)
     reader.away_bytes = 1
-    assert not one.read(1, chunk, 4), "what is converted is a copy"
+    assert not server.read(1, chunk, 4), "what is converted is a copy"
     reader.away_bytes = 0
-    assert one.read(1, 9, 4)
+    assert server.read(1, 9, 4)
     assert (reader.away_bytes, served._copies["bytes"]) == (0, 0)
 
 
 @pytest.mark.spec("R548")
 def test_readers_that_hang_leave_one_read_at_a_time_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = stage()
-    one.init("w", [1.0, 2.0])
-    chunk = one.pieces["w"][0].chunk
-    one.freeze(1, chunk, as_dtype=BFLOAT16)
-    one.announce(1)
-    one.greet(1)
-    served = one.server.publications
+    server = stage()
+    server.init("w", [1.0, 2.0])
+    chunk = server.pieces["w"][0].chunk
+    server.freeze(1, chunk, as_dtype=BFLOAT16)
+    server.announce(1)
+    server.greet(1)
+    served = server.server.publications
     monkeypatch.setattr(publications, "COPIES_BYTES_MAX", 4)
     served._copies["bytes"] = 4
     (one_reader, _) = served.readers.values()
-    assert one.read(1, chunk, 4, rank=1), "by readers that hang"
+    assert server.read(1, chunk, 4, rank=1), "by readers that hang"
     one_reader.away_bytes = 4
-    assert not one.read(1, chunk, 4), "one that has some on their way waits"
+    assert not server.read(1, chunk, 4), "one that has some on their way waits"
 
 
 @pytest.mark.spec("R548")
 def test_small_reads_do_not_keep_many_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = stage()
-    one.init("w", [1.0, 2.0])
-    chunk = one.pieces["w"][0].chunk
-    one.freeze(1, chunk)
-    one.announce(1)
-    (reader,) = one.server.publications.readers.values()
+    server = stage()
+    server.init("w", [1.0, 2.0])
+    chunk = server.pieces["w"][0].chunk
+    server.freeze(1, chunk)
+    server.announce(1)
+    (reader,) = server.server.publications.readers.values()
     reader.away_count = publications.AWAY_MAX
-    assert not one.read(1, chunk, 4)
+    assert not server.read(1, chunk, 4)
     reader.away_count -= 1
-    assert one.read(1, chunk, 4)
+    assert server.read(1, chunk, 4)
     assert reader.away_count == publications.AWAY_MAX - 1
 
 
 @pytest.mark.spec("R548")
 def test_readers_and_their_requests_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = stage()
+    server = stage()
     for index in range(WATCHES_MAX):
-        one.reader(0, p.Watch(f"p{index}", 0))
-    fails(one.reader(0, p.Watch("one more", 0)), Overload, f"watches {WATCHES_MAX} publications at most")
+        server.reader(0, p.Watch(f"p{index}", 0))
+    fails(server.reader(0, p.Watch("one more", 0)), Overload, f"watches {WATCHES_MAX} publications at most")
     monkeypatch.setattr(publications, "MESSAGES_MAX", WATCHES_MAX + 3)
-    assert one.reader(0, p.Watch("p0", 0))
-    assert not one.reader(0, p.Watch("p0", 0))
-    one.now += 1
-    assert one.reader(0, p.Watch("p0", 0))
+    assert server.reader(0, p.Watch("p0", 0))
+    assert not server.reader(0, p.Watch("p0", 0))
+    server.now += 1
+    assert server.reader(0, p.Watch("p0", 0))
     for rank in range(1, READERS_MAX):
-        one.reader(rank, greeting(role=4, rank=rank))
-    fails(one.reader(READERS_MAX, greeting(role=4)), Overload, f"has {READERS_MAX} readers already")
-    one.now += LEASE_S
-    one.greet(READERS_MAX)
+        server.reader(rank, greeting(role=4, rank=rank))
+    fails(server.reader(READERS_MAX, greeting(role=4)), Overload, f"has {READERS_MAX} readers already")
+    server.now += LEASE_S
+    server.greet(READERS_MAX)
 
 
 @pytest.mark.spec("R503")
 def test_a_silent_reader_makes_place_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = stage()
+    server = stage()
     monkeypatch.setattr(publications, "READERS_MAX", 3)
     for rank in (1, 2):
-        one.greet(rank)
-    one.now += publications.IDLE_S
-    one.reader(0, p.Watch("policy", 0))
-    one.notes.clear()
+        server.greet(rank)
+    server.now += publications.IDLE_S
+    server.reader(0, p.Watch("policy", 0))
+    server.notes.clear()
     for rank in (3, 4):
-        one.greet(rank)
-    assert sorted(rank for rank, _ in one.server.publications.readers) == [0, 3, 4]
-    (note,) = one.notes
+        server.greet(rank)
+    assert sorted(rank for rank, _ in server.server.publications.readers) == [0, 3, 4]
+    (note,) = server.notes
     assert isinstance(note, Note)
     assert note.text.startswith("server 0 has 3 readers: those that are silent longest lose their leases")
-    fails(one.reader(5, greeting(role=4)), Overload, "has 3 readers already")
+    fails(server.reader(5, greeting(role=4)), Overload, "has 3 readers already")
 
 
 @pytest.mark.spec("R503")
 def test_readers_keep_a_few_versions_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publications, "READ_ONLY_MAX", 2)
-    one = stage()
+    server = stage()
     for number in range(1, 5):
-        one.publish(number, float(number), keep=1)
-        one.greet(number)
-        one.reader(number, p.Retain("policy", number))
-        one.now += 1
-        one.reader(1, p.Read("policy", 1, 0, 0, 4))
-    one.publish(5, 5.0, keep=1)
-    assert one.held == [1, 4, 5], "the readers of versions 1 and 4 spoke last"
+        server.publish(number, float(number), keep=1)
+        server.greet(number)
+        server.reader(number, p.Retain("policy", number))
+        server.now += 1
+        server.reader(1, p.Read("policy", 1, 0, 0, 4))
+    server.publish(5, 5.0, keep=1)
+    assert server.held == [1, 4, 5], "the readers of versions 1 and 4 spoke last"
 
 
 @pytest.mark.spec("R543", "R85")
 def test_bytes_stay_where_they_came_until_somebody_reads_them_or_there_is_time() -> None:
-    one = stage()
-    served = one.server.publications
+    server = stage()
+    served = server.server.publications
     for block in range(3):
-        one.put(1, float(block), block=block, keep=1)
+        server.put(1, float(block), block=block, keep=1)
     assert served.settle_at == math.inf, "nobody can read it yet"
-    one.announce(1, keep=1)
-    assert one.server.deadline() == served.settle_at == one.now
-    held = one.bytes
-    assert one.floats(1, 1, 4) == [1.0]
+    server.announce(1, keep=1)
+    assert server.server.deadline() == served.settle_at == server.now
+    held = server.bytes
+    assert server.floats(1, 1, 4) == [1.0]
 
     def lent() -> list[int]:
         (version,) = served.by_name["policy"].versions.values()
@@ -446,28 +450,28 @@ def test_bytes_stay_where_they_came_until_somebody_reads_them_or_there_is_time()
 
     assert lent() == [0, 2], "what is read is copied first"
     for left in ([2], [2], []):
-        one.take(one.server.on_timer(one.now))
+        server.take(server.server.on_timer(server.now))
         assert lent() == left
-    assert (served.settle_at, one.bytes) == (math.inf, held)
-    assert one.floats(1, 2, 4) == [2.0]
-    one.publish(2, 5.0, keep=1)
-    one.publish(3, 6.0, keep=1)
+    assert (served.settle_at, server.bytes) == (math.inf, held)
+    assert server.floats(1, 2, 4) == [2.0]
+    server.publish(2, 5.0, keep=1)
+    server.publish(3, 6.0, keep=1)
     for _ in range(2):  # version 2 is gone
-        one.take(one.server.on_timer(one.now))
+        server.take(server.server.on_timer(server.now))
     served.settle()
-    assert one.floats(3, 0, 4) == [6.0]
-    assert (served.settle_at, one.bytes) == (math.inf, 4)
+    assert server.floats(3, 0, 4) == [6.0]
+    assert (served.settle_at, server.bytes) == (math.inf, 4)
 
 
 @pytest.mark.spec("R549", "R550")
 @pytest.mark.parametrize(
     ("act", "error", "text"),
     [
-        (lambda one: one.reader(9, p.Watch("policy", 0)), Mismatch, "expects HELLO first"),
-        (lambda one: one.reader(0, p.Watch("policy", 0), life=1), Mismatch, "expects HELLO first"),
-        (lambda one: one.reader(0, p.Watch("policy", 0), job=bytes(16)), Mismatch, "serves another job"),
-        (lambda one: one.reader(0, p.Probe((1,))), ProtocolError, "a reader may not send Probe"),
-        (lambda one: one.reader(0, replace(greeting(role=4), major=9)), ProtocolError, "cannot talk to"),
+        (lambda item: item.reader(9, p.Watch("policy", 0)), Mismatch, "expects HELLO first"),
+        (lambda item: item.reader(0, p.Watch("policy", 0), life=1), Mismatch, "expects HELLO first"),
+        (lambda item: item.reader(0, p.Watch("policy", 0), job=bytes(16)), Mismatch, "serves another job"),
+        (lambda item: item.reader(0, p.Probe((1,))), ProtocolError, "a reader may not send Probe"),
+        (lambda item: item.reader(0, replace(greeting(role=4), major=9)), ProtocolError, "cannot talk to"),
     ],
 )
 def test_readers_are_refused(act: Callable[[Stage], list[Said]], error: type[Exception], text: str) -> None:
@@ -476,19 +480,19 @@ def test_readers_are_refused(act: Callable[[Stage], list[Said]], error: type[Exc
 
 @pytest.mark.spec("R550")
 def test_readers_are_no_sign_of_life_and_wait_for_a_job() -> None:
-    one = stage()
-    heard_at = one.server._heard_at
-    one.now += 30
-    one.greet(0)
-    assert one.server._heard_at == heard_at
-    one.server.member.welcome = None
-    assert not one.reader(0, p.Watch("policy", 0))
+    server = stage()
+    heard_at = server.server._heard_at
+    server.now += 30
+    server.greet(0)
+    assert server.server._heard_at == heard_at
+    server.server.member.welcome = None
+    assert not server.reader(0, p.Watch("policy", 0))
 
 
 def test_a_limit_of_the_machine_refuses_a_version() -> None:
-    one = stage(limits=Limits(used_memory=50))
-    one.take(one.server.on_memory(60, 100, one.now))
-    fails(one.put(1, 1.0), Overload, "version 1 of publication 'policy' is refused")
+    server = stage(limits=Limits(used_memory=50))
+    server.take(server.server.on_memory(60, 100, server.now))
+    fails(server.put(1, 1.0), Overload, "version 1 of publication 'policy' is refused")
 
 
 # --- changes --------------------------------------------------------------------------------------
@@ -496,73 +500,73 @@ def test_a_limit_of_the_machine_refuses_a_version() -> None:
 
 @pytest.mark.spec("R504", "R505")
 def test_changes_are_those_since_the_base() -> None:
-    one = stage()
+    server = stage()
     before = torch.arange(100.0)
     after = before.clone()
     after[[3, 50]] = 7.0
-    one.publish(1, *before.tolist(), keep=1)
-    one.reader(0, p.Retain("policy", 1))
-    one.publish(2, *after.tolist(), keep=1)
-    one.reader(0, p.Retain("policy", 2, base=1))
-    one.publish(3, *before.tolist(), keep=1)
-    assert one.held == [1, 2, 3], "the base stays, too"
-    said = one.changes(2, 1, 400)
-    assert said.message == p.Changes(one.seq, 2, 0, 1 << 32 | zlib.crc32(to_frame(after)), 10)
+    server.publish(1, *before.tolist(), keep=1)
+    server.reader(0, p.Retain("policy", 1))
+    server.publish(2, *after.tolist(), keep=1)
+    server.reader(0, p.Retain("policy", 2, base=1))
+    server.publish(3, *before.tolist(), keep=1)
+    assert server.held == [1, 2, 3], "the base stays, too"
+    said = server.changes(2, 1, 400)
+    assert said.message == p.Changes(server.seq, 2, 0, 1 << 32 | zlib.crc32(to_frame(after)), 10)
     octets = before.clone().numpy().view("u1")
     apply(octets, 4, 2, 0, said.payload[0])
     assert octets.view("f4").tolist() == after.tolist()
-    (reader,) = one.server.publications.readers.values()
+    (reader,) = server.server.publications.readers.values()
     reader.away_count = publications.AWAY_MAX - 1
-    assert one.changes(2, 1, 400)
+    assert server.changes(2, 1, 400)
     assert reader.away_count == publications.AWAY_MAX - 1
     reader.away_count = 0
-    assert one.changes(2, 1, 20, 20).message == p.Changes(
-        one.seq, 0, 0, 1 << 32 | zlib.crc32(to_frame(after)[20:40])
+    assert server.changes(2, 1, 20, 20).message == p.Changes(
+        server.seq, 0, 0, 1 << 32 | zlib.crc32(to_frame(after)[20:40])
     )
-    one.reader(0, p.Retain("policy", 3, base=2))
-    assert one.held == [2, 3]
-    assert one.changes(3, 1, 400).message == p.Octets(one.seq, 400), "the base is gone"
-    assert (reader.away_bytes, one.server.publications._copies["bytes"]) == (0, 0)
+    server.reader(0, p.Retain("policy", 3, base=2))
+    assert server.held == [2, 3]
+    assert server.changes(3, 1, 400).message == p.Octets(server.seq, 400), "the base is gone"
+    assert (reader.away_bytes, server.server.publications._copies["bytes"]) == (0, 0)
 
 
 @pytest.mark.spec("R505")
 def test_all_bytes_are_sent_where_they_are_no_more_than_the_changes() -> None:
-    one = stage()
-    one.publish(1, *[1.0] * 8)
-    one.publish(2, *[2.0] * 8)
-    assert one.changes(2, 1, 32).message == p.Octets(one.seq, 32)
-    one.publish(3, *[2.0] * 9)
-    assert one.changes(3, 2, 32).message == p.Octets(one.seq, 32), "blocks of other sizes"
-    one.put(4, 1.0)
-    fails([one.changes(4, 3, 4)], KeyNotFound, "version 4")
-    one.announce(4)
-    one.put(5, 1.0)
-    assert one.changes(4, 5, 4).message == p.Octets(one.seq, 4), "a base that is not complete"
+    server = stage()
+    server.publish(1, *[1.0] * 8)
+    server.publish(2, *[2.0] * 8)
+    assert server.changes(2, 1, 32).message == p.Octets(server.seq, 32)
+    server.publish(3, *[2.0] * 9)
+    assert server.changes(3, 2, 32).message == p.Octets(server.seq, 32), "blocks of other sizes"
+    server.put(4, 1.0)
+    fails([server.changes(4, 3, 4)], KeyNotFound, "version 4")
+    server.announce(4)
+    server.put(5, 1.0)
+    assert server.changes(4, 5, 4).message == p.Octets(server.seq, 4), "a base that is not complete"
 
 
 @pytest.mark.spec("R504", "R505")
 def test_changes_of_frozen_values_are_told_in_the_published_type() -> None:
-    one = stage()
-    one.init("w", torch.arange(64.0))
-    chunk = one.pieces["w"][0].chunk
+    server = stage()
+    server.init("w", torch.arange(64.0))
+    chunk = server.pieces["w"][0].chunk
     for number in (1, 2):
-        one.freeze(number, chunk, as_dtype=BFLOAT16)
-        one.announce(number)
-    same = one.changes(2, 1, 128, block=chunk, width=2)
-    assert same.message == p.Changes(one.seq)
+        server.freeze(number, chunk, as_dtype=BFLOAT16)
+        server.announce(number)
+    same = server.changes(2, 1, 128, block=chunk, width=2)
+    assert same.message == p.Changes(server.seq)
     values = to_frame(torch.arange(64.0).bfloat16())
-    proved = one.changes(2, 1, 128, block=chunk, width=2, proves=True)
-    assert proved.message == p.Changes(one.seq, 0, 0, 1 << 32 | zlib.crc32(values))
+    proved = server.changes(2, 1, 128, block=chunk, width=2, proves=True)
+    assert proved.message == p.Changes(server.seq, 0, 0, 1 << 32 | zlib.crc32(values))
     update = torch.arange(64.0) / 2
     update[5] += 1.0
     for rank in range(2):
-        one.push(rank, "w", update, 0)
-    one.freeze(3, chunk, as_dtype=BFLOAT16)
-    one.announce(3)
-    said = one.changes(3, 2, 128, block=chunk, width=2)
+        server.push(rank, "w", update, 0)
+    server.freeze(3, chunk, as_dtype=BFLOAT16)
+    server.announce(3)
+    said = server.changes(3, 2, 128, block=chunk, width=2)
     assert isinstance(said.message, p.Changes)
     assert (said.message.count, said.message.size) == (1, 3)
-    assert from_frame(said.payload[0][1:], "bfloat16").tolist() == one.values("w")[5:6] == [7.0]
+    assert from_frame(said.payload[0][1:], "bfloat16").tolist() == server.values("w")[5:6] == [7.0]
 
 
 @pytest.mark.spec("R504")
@@ -578,7 +582,7 @@ def test_changes_of_frozen_values_are_told_in_the_published_type() -> None:
     ],
 )
 def test_changes_of_no_elements_are_refused(fields: dict[str, int]) -> None:
-    one = stage()
-    one.publish(1, 1.0, 2.0, 3.0, 4.0)
-    said = one.changes(1, 1, **{"size": 16, **fields})
+    server = stage()
+    server.publish(1, 1.0, 2.0, 3.0, 4.0)
+    said = server.changes(1, 1, **{"size": 16, **fields})
     fails([said], ProtocolError, "cannot be read")

@@ -12,22 +12,22 @@ from tests.support.server_harness import ServerStage, heard, opening, refusal
 def stage(
     workers: int = 3, quorum: int = 2, grace_s: float = 5.0, late: str = "drop", **options: object
 ) -> ServerStage:
-    one = ServerStage(workers)
+    server = ServerStage(workers)
     policy = {"quorum": quorum, "grace_s": grace_s, "late": late, "bundles": False}
-    one.open("sync", **policy, **options)
-    one.init("w", torch.zeros(2))
-    one.optimizer("test", rescale_grad=1.0)
-    return one
+    server.open("sync", **policy, **options)
+    server.init("w", torch.zeros(2))
+    server.optimizer("test", rescale_grad=1.0)
+    return server
 
 
-def push(one: ServerStage, rank: int, number: int, worth: float = 1.0, **more: object) -> list:  # type: ignore[type-arg]
-    return one.push(rank, "w", [worth, worth], number, **more)  # type: ignore[arg-type]
+def push(server: ServerStage, rank: int, number: int, worth: float = 1.0, **more: object) -> list:  # type: ignore[type-arg]
+    return server.push(rank, "w", [worth, worth], number, **more)  # type: ignore[arg-type]
 
 
-def wait(one: ServerStage, seconds: float) -> list:  # type: ignore[type-arg]
+def wait(server: ServerStage, seconds: float) -> list:  # type: ignore[type-arg]
     """Let time pass, and the server's timer with it."""
-    one.now += seconds
-    return one.take(one.server.on_timer(one.now))
+    server.now += seconds
+    return server.take(server.server.on_timer(server.now))
 
 
 # --- when a round closes --------------------------------------------------------------------------------
@@ -35,75 +35,75 @@ def wait(one: ServerStage, seconds: float) -> list:  # type: ignore[type-arg]
 
 @pytest.mark.spec("R354")
 def test_a_round_closes_at_its_quorum_after_the_grace() -> None:
-    one = stage()
-    push(one, 0, 0)
-    wait(one, 100.0)
-    assert one.span("w").version == 0, "one rank is no quorum"
-    push(one, 1, 0, 10.0)
-    deadline = one.server.deadline()
+    server = stage()
+    push(server, 0, 0)
+    wait(server, 100.0)
+    assert server.span("w").version == 0, "one rank is no quorum"
+    push(server, 1, 0, 10.0)
+    deadline = server.server.deadline()
     assert deadline is not None
-    assert deadline <= one.now + 5.0
-    wait(one, 4.9)
-    assert one.span("w").version == 0
-    wait(one, 0.1)
-    assert one.span("w").version == 1
-    assert one.values("w") == [11.0, 11.0]
+    assert deadline <= server.now + 5.0
+    wait(server, 4.9)
+    assert server.span("w").version == 0
+    wait(server, 0.1)
+    assert server.span("w").version == 1
+    assert server.values("w") == [11.0, 11.0]
 
 
 @pytest.mark.spec("R354")
 def test_without_grace_a_round_closes_at_the_push_that_makes_its_quorum() -> None:
-    one = stage(grace_s=0.0)
-    push(one, 0, 0)
-    said = push(one, 2, 0, pull=True)
-    assert one.span("w").version == 1
+    server = stage(grace_s=0.0)
+    push(server, 0, 0)
+    said = push(server, 2, 0, pull=True)
+    assert server.span("w").version == 1
     assert [message.runs[0].version for message in heard(said, Pulled)] == [1]
 
 
 @pytest.mark.spec("R355")
 def test_the_grace_of_its_own_is_a_quarter_of_the_time_of_the_quorum() -> None:
-    one = stage(grace_s=-1.0)
-    push(one, 0, 0)
-    wait(one, 8.0)
-    push(one, 1, 0)  # 8 seconds after the round was opened
-    wait(one, 8.0 * GRACE_SHARE - 0.1)
-    assert one.span("w").version == 0
-    wait(one, 0.1)
-    assert one.span("w").version == 1
-    wait(one, 30.0)
-    push(one, 0, 1)
-    wait(one, 10.0)
-    push(one, 1, 1)  # 40 seconds after the last round closed
-    wait(one, 40.0 * GRACE_SHARE - 0.1)
-    assert one.span("w").version == 1
-    wait(one, 0.1)
-    assert one.span("w").version == 2
+    server = stage(grace_s=-1.0)
+    push(server, 0, 0)
+    wait(server, 8.0)
+    push(server, 1, 0)  # 8 seconds after the round was opened
+    wait(server, 8.0 * GRACE_SHARE - 0.1)
+    assert server.span("w").version == 0
+    wait(server, 0.1)
+    assert server.span("w").version == 1
+    wait(server, 30.0)
+    push(server, 0, 1)
+    wait(server, 10.0)
+    push(server, 1, 1)  # 40 seconds after the last round closed
+    wait(server, 40.0 * GRACE_SHARE - 0.1)
+    assert server.span("w").version == 1
+    wait(server, 0.1)
+    assert server.span("w").version == 2
 
 
 def test_the_grace_begins_when_a_round_is_the_oldest() -> None:
     """Two fast ranks are a round ahead: it closes a grace after the one before it."""
-    one = stage()
+    server = stage()
     for number in (0, 1):
-        push(one, 0, number)
-        push(one, 1, number)
-    wait(one, 5.0)
-    assert one.span("w").version == 1
-    wait(one, 4.9)
-    assert one.span("w").version == 1
-    wait(one, 0.1)
-    assert one.span("w").version == 2
+        push(server, 0, number)
+        push(server, 1, number)
+    wait(server, 5.0)
+    assert server.span("w").version == 1
+    wait(server, 4.9)
+    assert server.span("w").version == 1
+    wait(server, 0.1)
+    assert server.span("w").version == 2
 
 
 def test_grace_of_a_key_that_was_replaced_ends_without_a_round() -> None:
-    one = stage(grace_s=2.0)
-    push(one, 0, 0)
-    push(one, 1, 0)
-    one.declare("w", torch.ones(2, dtype=torch.float64), call=1)
-    assert list(one.server.context.chunks.by_number) == [2]
-    assert one.server.deadline() is not None
-    wait(one, 2.0)
-    assert not one.server.rules.is_torn
-    one.load("w", torch.ones(2, dtype=torch.float64), call=1)
-    assert one.values("w") == [1.0, 1.0]
+    server = stage(grace_s=2.0)
+    push(server, 0, 0)
+    push(server, 1, 0)
+    server.declare("w", torch.ones(2, dtype=torch.float64), call=1)
+    assert list(server.server.context.chunks.by_number) == [2]
+    assert server.server.deadline() is not None
+    wait(server, 2.0)
+    assert not server.server.rules.is_torn
+    server.load("w", torch.ones(2, dtype=torch.float64), call=1)
+    assert server.values("w") == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("rule", ["lars", None])
@@ -121,82 +121,82 @@ def test_a_tensor_on_two_servers_closes_by_parts(rule: str | None) -> None:
 
 @pytest.mark.spec("R356")
 def test_a_late_push_is_dropped() -> None:
-    one = stage(grace_s=0.0)
-    push(one, 0, 0)
-    push(one, 1, 0)
-    said = push(one, 2, 0, 100.0, pull=True)
+    server = stage(grace_s=0.0)
+    push(server, 0, 0)
+    push(server, 1, 0)
+    said = push(server, 2, 0, 100.0, pull=True)
     assert [(stand.version, stand.owed) for stand in heard(said, Pulled)[0].runs] == [(1, 1)]
-    assert one.values("w") == [2.0, 2.0]
-    assert not one.span("w").rounds
+    assert server.values("w") == [2.0, 2.0]
+    assert not server.span("w").rounds
 
 
 @pytest.mark.spec("R357")
 def test_a_late_push_that_is_sent_again_counts_once() -> None:
-    one = stage(workers=4, quorum=3, grace_s=0.0, late="next")
+    server = stage(workers=4, quorum=3, grace_s=0.0, late="next")
     for rank in range(3):
-        push(one, rank, 0)
+        push(server, rank, 0)
     for _ in range(3):
-        assert heard(push(one, 3, 0, 100.0), Ack), "it is acknowledged each time"
-    push(one, 0, 1)
-    push(one, 1, 1)
-    assert one.values("w") == [105.0, 105.0]
-    assert one.span("w").version == 2
-    push(one, 3, 0, 100.0)
-    assert one.values("w") == [105.0, 105.0], "nor later"
+        assert heard(push(server, 3, 0, 100.0), Ack), "it is acknowledged each time"
+    push(server, 0, 1)
+    push(server, 1, 1)
+    assert server.values("w") == [105.0, 105.0]
+    assert server.span("w").version == 2
+    push(server, 3, 0, 100.0)
+    assert server.values("w") == [105.0, 105.0], "nor later"
 
 
 @pytest.mark.spec("R357")
 def test_a_rank_counts_once_in_a_round_also_if_two_of_its_pushes_are_late() -> None:
-    one = stage(grace_s=0.0, late="next")
+    server = stage(grace_s=0.0, late="next")
     for number in range(2):
-        push(one, 0, number)
-        push(one, 1, number)
-    push(one, 2, 0, 10.0)
-    push(one, 2, 1, 100.0)
-    rounds = one.span("w").rounds
+        push(server, 0, number)
+        push(server, 1, number)
+    push(server, 2, 0, 10.0)
+    push(server, 2, 1, 100.0)
+    rounds = server.span("w").rounds
     assert [round_.ranks for round_ in rounds] == [{2}, {2}]
-    push(one, 2, 2, 1000.0)  # its number is that of the oldest open round, in which it is
+    push(server, 2, 2, 1000.0)  # its number is that of the oldest open round, in which it is
     assert [round_.ranks for round_ in rounds] == [{2}, {2}, {2}]
-    assert heard(push(one, 2, 2, 1000.0), Ack)
+    assert heard(push(server, 2, 2, 1000.0), Ack)
     for number in range(2, 5):
-        push(one, 0, number)
-    assert one.span("w").version == 5
-    assert one.values("w") == [1117.0, 1117.0]
+        push(server, 0, number)
+    assert server.span("w").version == 5
+    assert server.values("w") == [1117.0, 1117.0]
 
 
 @pytest.mark.spec("R359")
 def test_a_late_push_on_its_way_is_not_overtaken() -> None:
     """Push 1 is lost, and its round closes without it; push 2 waits until push 1 is in."""
-    one = stage(grace_s=0.0, late="next")
-    push(one, 2, 0, 10.0)
-    push(one, 0, 0)
+    server = stage(grace_s=0.0, late="next")
+    push(server, 2, 0, 10.0)
+    push(server, 0, 0)
     for number in (1, 2):
-        push(one, 0, number)
-        push(one, 1, number - 1)
-    assert one.span("w").version == 3
-    assert not push(one, 2, 2, 1000.0), "not taken in: push 1 is on its way"
-    assert heard(push(one, 2, 1, 100.0), Ack)
-    assert heard(push(one, 2, 2, 1000.0), Ack)
-    push(one, 0, 3)
-    push(one, 1, 2)
-    assert one.span("w").version == 5
-    assert one.values("w") == [1117.0, 1117.0], "four, three and three pushes, each once"
+        push(server, 0, number)
+        push(server, 1, number - 1)
+    assert server.span("w").version == 3
+    assert not push(server, 2, 2, 1000.0), "not taken in: push 1 is on its way"
+    assert heard(push(server, 2, 1, 100.0), Ack)
+    assert heard(push(server, 2, 2, 1000.0), Ack)
+    push(server, 0, 3)
+    push(server, 1, 2)
+    assert server.span("w").version == 5
+    assert server.values("w") == [1117.0, 1117.0], "four, three and three pushes, each once"
 
 
 @pytest.mark.spec("R359")
 def test_numbers_before_a_push_are_as_many_as_its_runs() -> None:
-    one = stage(grace_s=0.0, late="next")
-    one.counts_late = False
-    said = refusal(push(one, 0, 0))
+    server = stage(grace_s=0.0, late="next")
+    server.counts_late = False
+    said = refusal(push(server, 0, 0))
     assert "ProtocolError: a push of 1 runs with 0 numbers before them" in said
 
 
 def test_rows_are_refused_where_late_pushes_count() -> None:
-    one = stage(grace_s=0.0, late="next")
-    one.declare("t", torch.zeros(8), shape=(4, 2))
-    one.load("t", torch.zeros(8))
+    server = stage(grace_s=0.0, late="next")
+    server.declare("t", torch.zeros(8), shape=(4, 2))
+    server.load("t", torch.zeros(8))
     message = PushRows("kv", "t", 1, (0,), 0, 2, 1)
-    said = refusal(one.say(0, message, torch.tensor([1]), torch.ones(2)))
+    said = refusal(server.say(0, message, torch.tensor([1]), torch.ones(2)))
     assert "ConfigError: store 'kv' counts late pushes, which pushes of rows cannot be" in said
 
 
@@ -214,8 +214,8 @@ def test_rows_are_refused_where_late_pushes_count() -> None:
     ],
 )
 def test_options_that_cannot_be(options: dict[str, object], match: str) -> None:
-    one = ServerStage(3)
-    said = refusal(one.say(0, opening(**{"mode": "sync", "bundles": False, **options})))  # type: ignore[arg-type]
+    server = ServerStage(3)
+    said = refusal(server.say(0, opening(**{"mode": "sync", "bundles": False, **options})))  # type: ignore[arg-type]
     assert "ConfigError" in said
     assert match in said
-    assert not one.server.context.stores
+    assert not server.server.context.stores

@@ -46,7 +46,7 @@ class Stage(ServerStage):
         for effect in others:
             self.server.outbox.append(effect)
         said = super().take(door)
-        self.standings += [one.message for one in said if isinstance(one.message, p.Standing)]
+        self.standings += [packet.message for packet in said if isinstance(packet.message, p.Standing)]
         return said
 
 
@@ -60,8 +60,8 @@ class Pair:
         every_s: float | None = None,
         tiers: tuple[Callable[[], Tier], ...] = (),
     ) -> None:
-        one, other = [{"tier": tier, "memory_limit": TIERED_LIMIT} for tier in tiers] or [{}, {}]
-        self.primary = Stage(2, servers, most=most, every_s=every_s, welcome={"replicas": 1}, **one)
+        first, other = [{"tier": tier, "memory_limit": TIERED_LIMIT} for tier in tiers] or [{}, {}]
+        self.primary = Stage(2, servers, most=most, every_s=every_s, welcome={"replicas": 1}, **first)
         follows = {"replicas": 1, "follows": True}
         self.standby = Stage(2, servers, welcome=follows, life=LIFE, standby=LIFE, greeted=False, **other)
         self.said: list[Any] = []
@@ -132,14 +132,14 @@ def of(rank: int, message: p.Push) -> p.Push:
 def trained() -> tuple[Pair, p.Piece]:
     """Return a pair whose primary has a key, an optimizer, and has closed one round before it has a standby."""
     pair = Pair()
-    one = pair.primary
-    one.open()
-    one.init("w", [1.0, 2.0, 3.0])
-    one.optimizer("sgd", lr=1.0, momentum=0.5)
-    (piece,) = one.pieces["w"]
+    item = pair.primary
+    item.open()
+    item.init("w", [1.0, 2.0, 3.0])
+    item.optimizer("sgd", lr=1.0, momentum=0.5)
+    (piece,) = item.pieces["w"]
     for rank in range(2):
         pair.do(rank, of(rank, push(piece, 0)), torch.tensor([1.0, 0.0, 0.5]))
-    assert one.values("w") == [-1.0, 2.0, 2.0]
+    assert item.values("w") == [-1.0, 2.0, 2.0]
     return pair, piece
 
 
@@ -207,7 +207,7 @@ def test_a_promoted_standby_goes_on_and_the_former_primary_is_not_heard() -> Non
     welcomes = heard(pair.promote(), p.Welcome)
     assert [welcome.promoted for welcome in welcomes] == [True, True]
     assert not pair.standby.hear("server 0", lost), "the fence"  # type: ignore[arg-type]
-    said = [one for rank in range(2) for one in pair.standby.say(rank, of(rank, push(piece, 1)), gradient)]
+    said = [item for rank in range(2) for item in pair.standby.say(rank, of(rank, push(piece, 1)), gradient)]
     assert len(heard(said, p.Pulled)) == 2
     assert pair.standby.values("w") == [-6.0, 2.0, 1.5]
 
@@ -242,21 +242,21 @@ def test_without_the_standby_answers_leave() -> None:
 def test_lost_packets_are_sent_again_and_a_silent_standby_is_dismissed() -> None:
     pair, piece = trained()
     pair.level()
-    one = pair.primary
+    item = pair.primary
     for rank in range(2):
         pair.do(rank, of(rank, push(piece, 1)), torch.tensor([2.0, 0.0, 0.0]))
-    lost, one.sent = one.sent, []
-    one.now += AGAIN_S + 0.1
-    one.take(one.server.on_timer(one.now))
-    assert one.sent == lost
-    for packet in [*one.sent[1:], *one.sent[:1]]:  # not in their order
+    lost, item.sent = item.sent, []
+    item.now += AGAIN_S + 0.1
+    item.take(item.server.on_timer(item.now))
+    assert item.sent == lost
+    for packet in [*item.sent[1:], *item.sent[:1]]:  # not in their order
         pair.standby.hear("server 0", packet)  # type: ignore[arg-type]
     pair.standby.sent.clear()
-    one.now += DISMISS_S
-    one.take(one.server.on_timer(one.now))
-    assert one.standings[-1].dismiss == LIFE
-    assert one.standings[-1].reason == "it has acknowledged nothing for 3 s"
-    one.take(one.server.on_timer(one.now + AGAIN_S))
+    item.now += DISMISS_S
+    item.take(item.server.on_timer(item.now))
+    assert item.standings[-1].dismiss == LIFE
+    assert item.standings[-1].reason == "it has acknowledged nothing for 3 s"
+    item.take(item.server.on_timer(item.now + AGAIN_S))
     pair.pump()
     assert len(heard(pair.said, p.Pulled)) == 2
     pair.standby.hear("server 0", lost[0])  # type: ignore[arg-type]
@@ -321,19 +321,19 @@ def test_optimizers_that_track_pulls_cannot_be_copied() -> None:
 def test_stores_and_keys_come_and_go() -> None:
     pair, _ = trained()
     pair.level()
-    one, other = pair.primary, pair.standby.server.context
+    first, other = pair.primary, pair.standby.server.context
     pair.do(0, opening("sync", "second"))
     pair.init("second", "b", [1.0, 2.0])
     assert sorted(other.stores) == ["kv", "second"]
     pair.init("second", "b", [1.0, 2.0, 5.0], call=1)  # of another shape, elsewhere
     assert other.stores["second"].shards["b"].count == 3
-    assert other.chunks.counts == one.server.context.chunks.counts
+    assert other.chunks.counts == first.server.context.chunks.counts
     for rank in range(2):
         pair.do(rank, p.Close((p.StoreLife("second", 0),)))
     pair.do(0, opening("sync", "third"))
     pair.pump()
     assert sorted(other.stores) == ["kv", "third"]
-    assert other.chunks.counts == one.server.context.chunks.counts
+    assert other.chunks.counts == first.server.context.chunks.counts
     pair.standby.server.check()
 
 
@@ -562,11 +562,11 @@ def test_residuals_that_are_spent_are_gone_at_the_standby() -> None:
 @pytest.mark.spec("R495")
 def test_a_round_that_waits_for_another_server_is_not_copied() -> None:
     pair = Pair(servers=2)
-    one, other = pair.primary, pair.standby
-    one.open(average=True)
-    one.init("w", [0.0])
-    one.optimizer("sgd", lr=1.0, clip_global_norm=5.0)
-    (piece,) = one.pieces["w"]
+    first, other = pair.primary, pair.standby
+    first.open(average=True)
+    first.init("w", [0.0])
+    first.optimizer("sgd", lr=1.0, clip_global_norm=5.0)
+    (piece,) = first.pieces["w"]
     step = p.StepPart(7, 0, 1, (0, 1))
     pushes = [replace(of(rank, push(piece, 0, pull=False)), step=step) for rank in range(2)]
     for rank, message in enumerate(pushes):
@@ -577,8 +577,8 @@ def test_a_round_that_waits_for_another_server_is_not_copied() -> None:
     pair.promote()
     for rank, message in enumerate(pushes):
         other.say(rank, message, torch.tensor([-6.0]))
-    other.pieces = one.pieces
-    for stage in (one, other):
+    other.pieces = first.pieces
+    for stage in (first, other):
         stage.other(1, p.StepNorm("kv", 7, 0, 64.0, None))
         assert stage.values("w") == pytest.approx([3.0], abs=1e-5)  # 6 and 8: the norm is 10
 
@@ -621,14 +621,14 @@ def test_another_rate_keeps_the_state_of_the_optimizer_at_the_standby() -> None:
     pair.do(0, p.Rate("kv", 1, True, 0.25, 1))
     pair.pump()
     pair.promote()
-    one, other = pair.primary, pair.standby
-    other.pieces = one.pieces
-    one.standby = 0
-    one.show()
-    for stage in (one, other):
+    first, other = pair.primary, pair.standby
+    other.pieces = first.pieces
+    first.standby = 0
+    first.show()
+    for stage in (first, other):
         for rank in range(2):
             stage.say(rank, of(rank, push(piece, 1)), torch.tensor([2.0, 0.0, 0.0]))
-    assert other.values("w") == one.values("w")
+    assert other.values("w") == first.values("w")
 
 
 @pytest.mark.spec("R494", "R496")
@@ -669,23 +669,23 @@ def test_a_refusal_counts_for_all_at_the_standby_too() -> None:
 @pytest.mark.spec("R493", "R496")
 def test_values_of_a_checkpoint_are_copied_before_rank_0_is_told() -> None:
     pair = Pair(every_s=0.0)
-    one = pair.primary
-    one.open()
-    one.init("w", [1.0, 2.0, 3.0])
-    image, release = one.server.control.snapshot()
-    (piece,) = one.pieces["w"]
+    item = pair.primary
+    item.open()
+    item.init("w", [1.0, 2.0, 3.0])
+    image, release = item.server.control.snapshot()
+    (piece,) = item.pieces["w"]
     pair.level()
     for rank in range(2):
         pair.do(rank, of(rank, push(piece, 0)), torch.tensor([5.0, 6.0, 7.0]))
     pair.pump()
     pair.said.clear()
     pair.do(0, p.Revive("kv", "best", 7))
-    (read,) = [order for order in one.orders() if isinstance(order, Read)]
-    assert not heard(one.disk(Loaded(image, read.for_whom)), p.Revived)
+    (read,) = [order for order in item.orders() if isinstance(order, Read)]
+    assert not heard(item.disk(Loaded(image, read.for_whom)), p.Revived)
     release()
     pair.pump()
     assert heard(pair.said, p.Revived)
-    assert one.values("w") == [1.0, 2.0, 3.0]
+    assert item.values("w") == [1.0, 2.0, 3.0]
     assert alike(pair)
     assert pair.standby.server.context.stores["kv"].restored == 7
 
@@ -694,18 +694,18 @@ def test_values_of_a_checkpoint_are_copied_before_rank_0_is_told() -> None:
 def test_a_standby_drops_a_store_that_has_ended_when_the_primary_does() -> None:
     pair, _ = trained()
     pair.level()
-    one, other = pair.primary, pair.standby
+    first, other = pair.primary, pair.standby
     for rank in range(2):
         pair.do(rank, p.Close((p.StoreLife("kv", 0),)))
     pair.pump()
-    for stage in (other, one):  # the clock of the standby is ahead
+    for stage in (other, first):  # the clock of the standby is ahead
         for _ in range(2):
             stage.now += KEPT_S + 1
             stage.scheduler(stage.server.member.view)
             stage.take(stage.server.on_timer(stage.now))
         if stage is other:
             assert "kv" in other.server.context.stores
-    assert not one.server.context.stores
+    assert not first.server.context.stores
     pair.pump()
     assert not other.server.context.stores
     assert pair.standby.standings[-1].level

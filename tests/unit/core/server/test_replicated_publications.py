@@ -121,10 +121,10 @@ def test_values_that_both_have_are_not_sent_again() -> None:
 @pytest.mark.spec("R554")
 def test_readers_hear_of_a_version_when_the_standby_has_it() -> None:
     both = Published()
-    one = both.pair.primary
+    item = both.pair.primary
     both.pair.level()
-    reader(one, greeting(role=4))
-    assert heard(reader(one, p.Watch("policy", 0)), p.VersionIs)
+    reader(item, greeting(role=4))
+    assert heard(reader(item, p.Watch("policy", 0)), p.VersionIs)
     both.freeze(1)
     both.pair.pump()
     assert not heard(both.announce(1), p.VersionIs)
@@ -137,10 +137,10 @@ def test_readers_hear_of_a_version_when_the_standby_has_it() -> None:
 def test_a_promoted_standby_serves_what_readers_use() -> None:
     both = Published()
     both.pair.level()
-    one, other = both.pair.primary, both.pair.standby
+    first, other = both.pair.primary, both.pair.standby
     both.publish(1, 7.0, 8.0)
-    reader(one, greeting(role=4))
-    reader(one, p.Retain("policy", 1, True))
+    reader(first, greeting(role=4))
+    reader(first, p.Retain("policy", 1, True))
     both.train()
     for number in (2, 3, 4):
         both.publish(number, 1.0)

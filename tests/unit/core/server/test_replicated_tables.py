@@ -58,22 +58,26 @@ class Tables:
 
     def check(self) -> None:
         """Both ends have the same rows at the same slots, and the same history."""
-        one, other = self.ends()
-        assert (len(one), one.lr, one.recipe) == (len(other), other.lr, other.recipe)
-        blocks = [rows.block(0, 10_000, with_state=True) for rows in (one, other)]
+        embedding_rows, other = self.ends()
+        assert (len(embedding_rows), embedding_rows.lr, embedding_rows.recipe) == (
+            len(other),
+            other.lr,
+            other.recipe,
+        )
+        blocks = [rows.block(0, 10_000, with_state=True) for rows in (embedding_rows, other)]
         for ours, theirs in zip(*[(block.ids, block.stamps) for block in blocks], strict=True):
             assert np.array_equal(ours, theirs)
         assert all(torch.equal(ours, blocks[1].columns[name]) for name, ours in blocks[0].columns.items())
-        if one.admission is not None:
+        if embedding_rows.admission is not None:
             assert other.admission is not None
-            assert np.array_equal(one.admission.counts, other.admission.counts)
-            assert one.admission.counted == other.admission.counted
+            assert np.array_equal(embedding_rows.admission.counts, other.admission.counts)
+            assert embedding_rows.admission.counted == other.admission.counted
         chunks = [stage.server.context.chunks for stage in (self.pair.primary, self.pair.standby)]
         (span,), (copy,) = [known.by_number[self.piece.chunk].spans for known in chunks]
         assert (span.version, span.step, span.pushed) == (copy.version, copy.step, copy.pushed)
         assert chunks[0].table_bytes == chunks[1].table_bytes
         counts = [known.by_number[self.piece.chunk].buffer.tensor[0] for known in chunks]
-        assert counts[0] == counts[1] == len(one)
+        assert counts[0] == counts[1] == len(embedding_rows)
 
 
 @pytest.fixture(params=[1, 64, 4 << 20], ids=["row by row", "some rows", "all rows"])
@@ -134,8 +138,8 @@ def test_rows_that_have_not_all_come_are_not_there(monkeypatch: pytest.MonkeyPat
         table.pair.do(rank, message, ids, torch.ones(6))
     table.pair.primary.sent.pop()
     table.pair.pump()
-    one, other = table.ends()
-    assert (len(one), len(other)) == (3, 0)
+    embedding_rows, other = table.ends()
+    assert (len(embedding_rows), len(other)) == (3, 0)
     (span,) = table.pair.standby.server.context.chunks.by_number[table.piece.chunk].spans
     assert (span.version, span.pushed) == (0, {})
 

@@ -33,19 +33,19 @@ def drops(is_error: bool = True) -> NonFiniteLog:
 
 
 def test_drops_are_found_by_range_and_rank() -> None:
-    one = drops()
-    one.add("b", [Piece(7, 10, 5)], 2, 4, FLAW)
-    one.add("a", [Piece(7, 0, 5), Piece(8, 0, 5)], 2, 5, FLAW)
+    non_finite_log = drops()
+    non_finite_log.add("b", [Piece(7, 10, 5)], 2, 4, FLAW)
+    non_finite_log.add("a", [Piece(7, 0, 5), Piece(8, 0, 5)], 2, 5, FLAW)
     asks = [Ask(0, 5, 0, 0), Ask(10, 5, 0, 0)]
-    assert [drop.number for drop in one.among(7, 2, asks)] == [5, 4]
-    assert [drop.number for drop in one.among(8, 2, asks)] == [5]
-    assert [drop.number for drop in one.among(7, 2, asks[1:])] == [4]
-    assert one.among(7, 2, [Ask(5, 5, 0, 0)]) == ()
-    assert one.among(7, 1, asks) == one.among(9, 2, asks) == ()
-    one.forget([Piece(7, 0, 5), Piece(8, 0, 5)])
-    assert [drop.number for drop in one.among(7, 2, asks)] == [4]
-    assert one.among(8, 2, asks) == ()
-    assert one.counts == {"a": 1, "b": 1}
+    assert [drop.number for drop in non_finite_log.among(7, 2, asks)] == [5, 4]
+    assert [drop.number for drop in non_finite_log.among(8, 2, asks)] == [5]
+    assert [drop.number for drop in non_finite_log.among(7, 2, asks[1:])] == [4]
+    assert non_finite_log.among(7, 2, [Ask(5, 5, 0, 0)]) == ()
+    assert non_finite_log.among(7, 1, asks) == non_finite_log.among(9, 2, asks) == ()
+    non_finite_log.forget([Piece(7, 0, 5), Piece(8, 0, 5)])
+    assert [drop.number for drop in non_finite_log.among(7, 2, asks)] == [4]
+    assert non_finite_log.among(8, 2, asks) == ()
+    assert non_finite_log.counts == {"a": 1, "b": 1}
 
 
 # --- to log -----------------------------------------------------------------------------------------
@@ -59,9 +59,9 @@ def test_drops_are_found_by_range_and_rank() -> None:
     ],
 )
 def test_several_ranks_are_named(ranks: tuple[int, ...], says: str) -> None:
-    one = drops()
-    one.add("w", [], None, 0, Flaw(2, ranks))
-    (note,) = one.report()
+    non_finite_log = drops()
+    non_finite_log.add("w", [], None, 0, Flaw(2, ranks))
+    (note,) = non_finite_log.report()
     assert note.text.endswith(says)
 
 
@@ -86,43 +86,43 @@ def test_not_every_rank_of_a_thousand_is_named() -> None:
 
 
 def test_a_server_says_so_of_the_oldest_round_of_a_store() -> None:
-    one = ServerStage(workers=3)
-    one.open()
-    one.init("a", [0.0])
-    one.init("b", [0.0])
-    one.push(0, "a", [1.0], 0)
-    one.now += 4
-    one.push(0, "b", [1.0], 0)
-    one.push(1, "a", [1.0], 0)
-    one.notes.clear()
-    one.now += 8
-    one.take(one.server.on_timer(one.now))
+    server = ServerStage(workers=3)
+    server.open()
+    server.init("a", [0.0])
+    server.init("b", [0.0])
+    server.push(0, "a", [1.0], 0)
+    server.now += 4
+    server.push(0, "b", [1.0], 0)
+    server.push(1, "a", [1.0], 0)
+    server.notes.clear()
+    server.now += 8
+    server.take(server.server.on_timer(server.now))
     said = (
         "store 'kv': round 0 of key 'a' has been open for 12 s and waits for rank 2 "
         "(has made no request here yet)"
     )
-    assert [note for note in one.notes if isinstance(note, Note)] == [Note("warning", said)]
-    one.notes.clear()
-    one.push(2, "a", [1.0], 0)
-    one.now += 5
-    one.take(one.server.on_timer(one.now))
-    (note,) = one.notes
+    assert [note for note in server.notes if isinstance(note, Note)] == [Note("warning", said)]
+    server.notes.clear()
+    server.push(2, "a", [1.0], 0)
+    server.now += 5
+    server.take(server.server.on_timer(server.now))
+    (note,) = server.notes
     assert note.text.endswith(  # type: ignore[union-attr]
         "key 'b' has been open for 13 s and waits for ranks 1 (alive, but no progress for 13 s), "
         "2 (alive, last request 5 s ago)"
     )
-    assert torch.equal(one.chunk().buffer.tensor[:1], torch.tensor([3.0]))
+    assert torch.equal(server.chunk().buffer.tensor[:1], torch.tensor([3.0]))
 
 
 @pytest.mark.spec("R465")
 def test_a_server_tells_the_scheduler_of_rounds_that_are_open_and_when_there_are_none() -> None:
-    one = ServerStage(workers=3)
-    one.open()
-    one.init("a", [0.0])
+    server = ServerStage(workers=3)
+    server.open()
+    server.init("a", [0.0])
 
     def told(seconds: float) -> list[tuple[object, ...]]:
-        one.now += seconds
-        said = one.take(one.server.on_timer(one.now))
+        server.now += seconds
+        said = server.take(server.server.on_timer(server.now))
         figures = [each.message for each in said if isinstance(each.message, Measured)]
         assert all(
             message == Measured(0, (), (), (), (), message.rounds, message.late) for message in figures
@@ -130,11 +130,11 @@ def test_a_server_tells_the_scheduler_of_rounds_that_are_open_and_when_there_are
         return [(message.rounds, message.late) for message in figures]
 
     assert told(10) == []
-    one.push(0, "a", [1.0], 0)
+    server.push(0, "a", [1.0], 0)
     assert told(5) == [((OldRound(0, "kv", "a", 0, (1, 2), 5.0),), {"0": 0.0})]
-    one.push(1, "a", [1.0], 0)
+    server.push(1, "a", [1.0], 0)
     assert told(6) == [((OldRound(0, "kv", "a", 0, (2,), 11.0),), {"1": 5.0, "0": 0.0})]
     assert told(5) == [((OldRound(0, "kv", "a", 0, (2,), 16.0),), {})]
-    one.push(2, "a", [1.0], 0)
+    server.push(2, "a", [1.0], 0)
     assert told(5) == [((), {"2": 16.0, "1": 5.0, "0": 0.0})]
     assert told(5) == []

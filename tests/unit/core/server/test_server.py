@@ -34,10 +34,10 @@ OTHER_JOB = bytes(16 * [7])
 
 def stage(**options: object) -> ServerStage:
     """Two workers, and a key a of two elements in a sync store."""
-    one = ServerStage(**({"workers": 2} | options))  # type: ignore[arg-type]
-    one.open()
-    one.init("a", [0.0, 0.0])
-    return one
+    server = ServerStage(**({"workers": 2} | options))  # type: ignore[arg-type]
+    server.open()
+    server.init("a", [0.0, 0.0])
+    return server
 
 
 # --- HELLO ------------------------------------------------------------------------------------------
@@ -45,10 +45,10 @@ def stage(**options: object) -> ServerStage:
 
 @pytest.mark.spec("R26")
 def test_a_member_is_welcomed_as_what_it_is() -> None:
-    one = ServerStage(workers=3, servers=2, rank=1, greeted=False)
-    (said,) = one.hello(2)
+    server = ServerStage(workers=3, servers=2, rank=1, greeted=False)
+    (said,) = server.hello(2)
     assert (said.to, said.message) == (b"w2", Welcome(2, 12, 3, 2))
-    assert one.other(0, greeting(role=int(Role.SERVER)))[0].message == Welcome(0, 1, 3, 2)
+    assert server.other(0, greeting(role=int(Role.SERVER)))[0].message == Welcome(0, 1, 3, 2)
 
 
 @pytest.mark.spec("R18")
@@ -62,83 +62,83 @@ def test_another_major_version() -> None:
 
 @pytest.mark.spec("R22")
 def test_a_life_that_no_view_has_named_waits_for_one() -> None:
-    one = stage()
-    one.pull(1, "a", least=1, seq=50)
-    before = one.snapshot()
-    assert one.hello(1, incarnation=99) == []
-    assert "expects HELLO first" in refusal(one.say(1, opening(), incarnation=99))
-    assert not heard(one.say(1, opening()), Error), "the true one is heard meanwhile"
-    assert one.snapshot() == before
-    one.seats[1].incarnation = 99
-    (answer,) = heard(one.show(), Welcome)
+    server = stage()
+    server.pull(1, "a", least=1, seq=50)
+    before = server.snapshot()
+    assert server.hello(1, incarnation=99) == []
+    assert "expects HELLO first" in refusal(server.say(1, opening(), incarnation=99))
+    assert not heard(server.say(1, opening()), Error), "the true one is heard meanwhile"
+    assert server.snapshot() == before
+    server.seats[1].incarnation = 99
+    (answer,) = heard(server.show(), Welcome)
     assert answer.incarnation == 99
-    assert not heard(one.say(1, opening()), Error)
+    assert not heard(server.say(1, opening()), Error)
 
 
 @pytest.mark.spec("R241")
 def test_waiting_worker_is_not_welcomed_to_a_session_that_is_about_to_be_dropped() -> None:
     """Its session would be dropped with it, and it would never say HELLO again."""
-    one = stage()
-    one.hello(1, incarnation=99)
-    one.seats[1].incarnation = 99
-    assert not heard(one.show(phase="returning", epoch=1, since=one.view + 1), Welcome)
-    assert not heard(one.hello(1), Welcome), "before the servers have returned"
+    server = stage()
+    server.hello(1, incarnation=99)
+    server.seats[1].incarnation = 99
+    assert not heard(server.show(phase="returning", epoch=1, since=server.view + 1), Welcome)
+    assert not heard(server.hello(1), Welcome), "before the servers have returned"
 
 
 @pytest.mark.spec("R22")
 def test_waiting_worker_may_have_been_replaced() -> None:
-    one = stage()
-    one.hello(1, incarnation=50)
-    one.seats[1].incarnation = 99
-    assert refusal(one.show()).startswith("Fenced: worker 1 incarnation 50 was replaced")
+    server = stage()
+    server.hello(1, incarnation=50)
+    server.seats[1].incarnation = 99
+    assert refusal(server.show()).startswith("Fenced: worker 1 incarnation 50 was replaced")
 
 
 @pytest.mark.spec("R242")
 def test_a_stranger_is_not_told_the_name_of_the_job() -> None:
-    one = stage()
+    server = stage()
     for job, name in ((OTHER_JOB, bytes(16)), (JOB, JOB)):
-        envelope = Envelope(job, one.view, Role.WORKER, 0, 1, 7)
+        envelope = Envelope(job, server.view, Role.WORKER, 0, 1, 7)
         error = Mismatch("another cluster")
-        (refused,) = taken(one.server, one.server.on_failure(b"x", envelope, error, one.now))
+        (refused,) = taken(server.server, server.server.on_failure(b"x", envelope, error, server.now))
         assert isinstance(refused, Send)
         assert refused.packet.envelope.job == name
 
 
 @pytest.mark.spec("R3", "R17")
 def test_a_member_may_come_back_along_another_route() -> None:
-    one = stage()
-    one.push(0, "a", [1, 1], 0)
-    one.pull(0, "a", after=1, seq=50)
-    one.take(one.server.on_drop(b"w0", one.now))
-    one.say(0, Probe((50,)), route=b"new")
-    (answer,) = [said for said in one.push(1, "a", [1, 1], 0) if isinstance(said.message, Pulled)]
+    server = stage()
+    server.push(0, "a", [1, 1], 0)
+    server.pull(0, "a", after=1, seq=50)
+    server.take(server.server.on_drop(b"w0", server.now))
+    server.say(0, Probe((50,)), route=b"new")
+    (answer,) = [said for said in server.push(1, "a", [1, 1], 0) if isinstance(said.message, Pulled)]
     assert answer.to == b"new"
 
 
 @pytest.mark.spec("R19")
 def test_another_job() -> None:
-    one = stage()
-    before = one.snapshot()
+    server = stage()
+    before = server.snapshot()
     for message in (greeting(), opening()):
-        text = refusal(one.say(0, message, job=OTHER_JOB))
+        text = refusal(server.say(0, message, job=OTHER_JOB))
         assert "Mismatch: server 0 serves job 00010203, not 07070707" in text
-    assert one.snapshot() == before
+    assert server.snapshot() == before
 
 
 @pytest.mark.parametrize(("role", "rank"), [(Role.WORKER, 2), (Role.SERVER, 1), (Role.SCHEDULER, 0)])
 def test_a_place_that_this_job_does_not_have(role: Role, rank: int) -> None:
-    one = stage()
+    server = stage()
     for message in (greeting(role=int(role)), opening()):
-        text = refusal(one.say(rank, message, role=role, incarnation=99, seq=1))
+        text = refusal(server.say(rank, message, role=role, incarnation=99, seq=1))
         assert f"ProtocolError: there is no {role} {rank} of this job that may talk to server 0" in text
 
 
 def test_before_it_is_a_member_it_serves_nobody() -> None:
-    one = ServerStage(greeted=False)
-    one.server = Server(Identity(Role.SERVER, "tcp://s:1", "host", 7, "kvps"), one.now)
-    assert "ConfigError: this server is not a member of a job yet" in refusal(one.hello(0))
+    server = ServerStage(greeted=False)
+    server.server = Server(Identity(Role.SERVER, "tcp://s:1", "host", 7, "kvps"), server.now)
+    assert "ConfigError: this server is not a member of a job yet" in refusal(server.hello(0))
     for job in (bytes(16), JOB):
-        assert "Mismatch: server 0 serves job" in refusal(one.say(0, opening(), job=job))
+        assert "Mismatch: server 0 serves job" in refusal(server.say(0, opening(), job=job))
 
 
 # --- lives ------------------------------------------------------------------------------------------
@@ -146,54 +146,54 @@ def test_before_it_is_a_member_it_serves_nobody() -> None:
 
 @pytest.mark.spec("R21")
 def test_an_older_life_is_fenced() -> None:
-    one = stage()
-    old = one.seats[0].incarnation
-    one.seats[0].incarnation += 1
-    one.show()
-    before = one.snapshot()
+    server = stage()
+    old = server.seats[0].incarnation
+    server.seats[0].incarnation += 1
+    server.show()
+    before = server.snapshot()
     for said in (
-        one.hello(0, incarnation=old),
-        one.push(0, "a", [5, 5], 0, incarnation=old),
-        one.say(0, Status("kv"), incarnation=old),
+        server.hello(0, incarnation=old),
+        server.push(0, "a", [5, 5], 0, incarnation=old),
+        server.say(0, Status("kv"), incarnation=old),
     ):
         assert refusal(said).startswith(f"{Fenced.__name__}: worker 0 incarnation {old} was repl")
-    assert one.snapshot() == before
+    assert server.snapshot() == before
 
 
 @pytest.mark.spec("R22")
 def test_a_newer_life_drops_what_the_older_one_had_pending_and_keeps_its_pushes() -> None:
-    one = stage()
-    one.push(0, "a", [1, 1], 0)
-    one.pull(0, "a", after=1, seq=50)
-    one.say(0, Declare("kv", False, 0, (Entry("later", 1, (1,), 0, 1),)), seq=51)
-    one.seats[0].incarnation += 1
-    one.show()
-    one.hello(0)
-    one.seqs[0] = 0
+    server = stage()
+    server.push(0, "a", [1, 1], 0)
+    server.pull(0, "a", after=1, seq=50)
+    server.say(0, Declare("kv", False, 0, (Entry("later", 1, (1,), 0, 1),)), seq=51)
+    server.seats[0].incarnation += 1
+    server.show()
+    server.hello(0)
+    server.seqs[0] = 0
     # The new life has its own requests, under the same numbers.
-    assert one.pull(0, "a", after=1, seq=51) == []
-    (answer,) = heard(one.say(0, Probe((50, 51)), seq=60), Probed)
+    assert server.pull(0, "a", after=1, seq=51) == []
+    (answer,) = heard(server.say(0, Probe((50, 51)), seq=60), Probed)
     assert (answer.missing, [seq for seq, _ in answer.pending]) == ((50,), [51])
-    said = one.push(1, "a", [2, 2], 0)
+    said = server.push(1, "a", [2, 2], 0)
     assert pulled(said) == {51: [3, 3]}
     assert len(heard(said, Pulled)) == 1
 
 
 def test_wait_of_a_replaced_worker_ends_with_its_life() -> None:
-    one = stage()
-    one.say(1, Declare("kv", False, 0, (Entry("later", 1, (2,), 0, 2),)), seq=50)
-    one.replace(1)
-    one.declare("later", torch.zeros(2))
-    assert not [said for said in one.load("later", torch.zeros(2)) if said.to == b"w1"]
+    server = stage()
+    server.say(1, Declare("kv", False, 0, (Entry("later", 1, (2,), 0, 2),)), seq=50)
+    server.replace(1)
+    server.declare("later", torch.zeros(2))
+    assert not [said for said in server.load("later", torch.zeros(2)) if said.to == b"w1"]
 
 
 @pytest.mark.spec("R23")
 def test_a_repeated_hello_changes_nothing() -> None:
-    one = stage()
-    one.pull(0, "a", least=1, seq=50)
-    before = one.snapshot()
-    assert heard(one.hello(0), Welcome)
-    assert one.snapshot() == before
+    server = stage()
+    server.pull(0, "a", least=1, seq=50)
+    before = server.snapshot()
+    assert heard(server.hello(0), Welcome)
+    assert server.snapshot() == before
 
 
 # --- answers are not answered -----------------------------------------------------------------------
@@ -203,12 +203,12 @@ def test_a_repeated_hello_changes_nothing() -> None:
 @pytest.mark.parametrize("job", [JOB, OTHER_JOB])
 def test_an_answer_is_never_answered(job: bytes) -> None:
     """Two servers that refuse each other's refusals would never stop."""
-    one = stage(servers=2)
+    server = stage(servers=2)
     for message in (Error(0, 10, "no"), Error(7, 999, "new"), Welcome(0, 1, 2, 2)):
         envelope = Envelope(job, 1, Role.SERVER, 1, 2, 0)
         packet = over(envelope, message)
-        assert one.take(one.server.on_packet("server 1", packet, one.now)) == []
-        assert one.take(one.server.on_packet(b"s1", packet, one.now)) == []
+        assert server.take(server.server.on_packet("server 1", packet, server.now)) == []
+        assert server.take(server.server.on_packet(b"s1", packet, server.now)) == []
 
 
 # --- other servers ----------------------------------------------------------------------------------
@@ -216,103 +216,103 @@ def test_an_answer_is_never_answered(job: bytes) -> None:
 
 @pytest.mark.spec("R2")
 def test_server_connects_to_every_other_server_and_says_hello() -> None:
-    one = ServerStage(servers=3, rank=1, greeted=False)
-    assert [effect for effect in one.notes if isinstance(effect, Connect)][1:] == [
+    server = ServerStage(servers=3, rank=1, greeted=False)
+    assert [effect for effect in server.notes if isinstance(effect, Connect)][1:] == [
         Connect("server 0", "tcp://s0:1"),
         Connect("server 2", "tcp://s2:3"),
     ]
-    assert one.show() == []  # once
-    one.notes.clear()
-    said = one.show(servers=[Seat("held", 1), Seat("held", 2), Seat("held", 9)])
-    assert one.notes == [Connect("server 2", "tcp://s2:9")]  # it listens elsewhere now
+    assert server.show() == []  # once
+    server.notes.clear()
+    said = server.show(servers=[Seat("held", 1), Seat("held", 2), Seat("held", 9)])
+    assert server.notes == [Connect("server 2", "tcp://s2:9")]  # it listens elsewhere now
     assert [(each.to, type(each.message)) for each in said] == [("server 2", Hello)]
-    assert one.show(servers=[Seat("lost", 1), Seat("held", 2), Seat("empty", 0)]) == []
+    assert server.show(servers=[Seat("lost", 1), Seat("held", 2), Seat("empty", 0)]) == []
 
 
 @pytest.mark.spec("R2", "R16")
 def test_another_server_may_tell_norms_and_nothing_else() -> None:
-    one = stage(servers=2)
+    server = stage(servers=2)
     norms = Norms("kv", "a", None, 0, (1.0, 2.0), True)
-    assert one.other(1, norms) == []
-    assert "ProtocolError: a server may not send Status" in refusal(one.other(1, Status("kv")))
-    assert "Fenced: server 1 incarnation 1" in refusal(one.other(1, norms, incarnation=1))
-    assert "Fenced" in refusal(one.other(1, greeting(role=int(Role.SERVER)), incarnation=1))
-    assert "does not know this server 1 yet" in refusal(one.other(1, norms, incarnation=9))
+    assert server.other(1, norms) == []
+    assert "ProtocolError: a server may not send Status" in refusal(server.other(1, Status("kv")))
+    assert "Fenced: server 1 incarnation 1" in refusal(server.other(1, norms, incarnation=1))
+    assert "Fenced" in refusal(server.other(1, greeting(role=int(Role.SERVER)), incarnation=1))
+    assert "does not know this server 1 yet" in refusal(server.other(1, norms, incarnation=9))
 
 
 def test_before_the_first_view_it_knows_no_other_server() -> None:
-    one = stage(servers=2)
-    one.server.member.view = None
-    assert "does not know this server 1 yet" in refusal(one.other(1, Norms("kv", "a", None, 0, (), True)))
+    server = stage(servers=2)
+    server.server.member.view = None
+    assert "does not know this server 1 yet" in refusal(server.other(1, Norms("kv", "a", None, 0, (), True)))
 
 
 # --- the scheduler ----------------------------------------------------------------------------------
 
 
 def test_server_beats_every_second_and_sends_norms_by_a_clock_of_its_own() -> None:
-    one = stage()
-    one.now += 0.25
-    assert one.take(one.server.on_timer(one.now)) == []
+    server = stage()
+    server.now += 0.25
+    assert server.take(server.server.on_timer(server.now)) == []
     for beat in range(1, 4):
-        due = one.server.deadline()
+        due = server.server.deadline()
         assert due == 100.0 + beat
-        one.now = due
-        said = one.take(one.server.on_timer(one.now))
+        server.now = due
+        said = server.take(server.server.on_timer(server.now))
         assert [type(each.message) for each in said] == [Beat]
-        due = one.server.deadline()
+        due = server.server.deadline()
         assert due == 100.25 + beat * TELL_NORMS_EVERY_S
-        one.now = due
-        assert one.take(one.server.on_timer(one.now)) == []
+        server.now = due
+        assert server.take(server.server.on_timer(server.now)) == []
 
 
 @pytest.mark.spec("R37")
 @pytest.mark.parametrize("code", [0, 1])
 def test_stop_is_the_end(code: int) -> None:
-    one = stage()
-    one.notes.clear()
-    assert one.scheduler(Stop(code, "the job is over")) == []
-    assert one.notes == [Exit(code, "the job is over")]
-    assert one.server.deadline() is None
+    server = stage()
+    server.notes.clear()
+    assert server.scheduler(Stop(code, "the job is over")) == []
+    assert server.notes == [Exit(code, "the job is over")]
+    assert server.server.deadline() is None
 
 
 @pytest.mark.spec("R100")
 def test_silence_of_everybody_is_the_end_too() -> None:
-    one = stage()
-    one.notes.clear()
-    limit_s = SILENCES_MAX * one.server.member.identity.silence_max_s
+    server = stage()
+    server.notes.clear()
+    limit_s = SILENCES_MAX * server.server.member.identity.silence_max_s
     for _ in range(round(limit_s)):
-        one.now += 1
-        one.take(one.server.on_timer(one.now))
-    assert one.notes == []
-    one.now += 1
-    one.take(one.server.on_timer(one.now))
-    assert one.notes == [Exit(75, "the scheduler and all workers have been silent for 60 s")]
+        server.now += 1
+        server.take(server.server.on_timer(server.now))
+    assert server.notes == []
+    server.now += 1
+    server.take(server.server.on_timer(server.now))
+    assert server.notes == [Exit(75, "the scheduler and all workers have been silent for 60 s")]
 
 
 def test_the_next_job_begins_with_nothing() -> None:
-    one = stage()
-    one.pull(0, "a", least=1, seq=50)
-    one.notes.clear()
-    one.job, one.view = OTHER_JOB, 0
-    one.seats = [Seat("held", 1), Seat("held", 2)]  # even if incarnations began anew
-    said = one.show()
+    server = stage()
+    server.pull(0, "a", least=1, seq=50)
+    server.notes.clear()
+    server.job, server.view = OTHER_JOB, 0
+    server.seats = [Seat("held", 1), Seat("held", 2)]  # even if incarnations began anew
+    said = server.show()
     assert said == []
-    assert one.notes == [Note("info", "the next job begins; the stores of the last one are dropped")]
-    assert "Mismatch" in refusal(one.say(0, Status("kv"), job=JOB, incarnation=10))
-    assert "Fenced" in refusal(one.say(0, Status("kv"), incarnation=0))
-    assert "expects HELLO first" in refusal(one.say(0, Status("kv")))
-    one.hello(0)
-    assert "store 'kv' was not opened" in refusal(one.say(0, Status("kv")))
-    one.open("async")
-    assert heard(one.say(0, Find("kv", ("a",))), FoundAll)[0].found == ((0, (), 0),)
-    assert heard(one.say(0, Status("kv")), StatusIs)
+    assert server.notes == [Note("info", "the next job begins; the stores of the last one are dropped")]
+    assert "Mismatch" in refusal(server.say(0, Status("kv"), job=JOB, incarnation=10))
+    assert "Fenced" in refusal(server.say(0, Status("kv"), incarnation=0))
+    assert "expects HELLO first" in refusal(server.say(0, Status("kv")))
+    server.hello(0)
+    assert "store 'kv' was not opened" in refusal(server.say(0, Status("kv")))
+    server.open("async")
+    assert heard(server.say(0, Find("kv", ("a",))), FoundAll)[0].found == ((0, (), 0),)
+    assert heard(server.say(0, Status("kv")), StatusIs)
 
 
 def test_a_beat_of_the_scheduler_changes_nothing() -> None:
-    one = stage()
-    before = one.snapshot()
-    assert one.scheduler(Beat(0, "all is well")) == []
-    assert one.snapshot() == before
+    server = stage()
+    before = server.snapshot()
+    assert server.scheduler(Beat(0, "all is well")) == []
+    assert server.snapshot() == before
 
 
 # --- REVIVE -----------------------------------------------------------------------------------------
@@ -326,43 +326,43 @@ def with_shelf() -> ServerStage:
 
 def image_of(*values: float) -> Snapshot:
     """The image of a server whose key ``a`` has these values, after two rounds."""
-    one = stage()
-    one.init("b", [0.0])
-    one.server.context.chunks.at(1).writable()[:2] = torch.tensor(values)
+    server = stage()
+    server.init("b", [0.0])
+    server.server.context.chunks.at(1).writable()[:2] = torch.tensor(values)
     for number in (0, 1):
         for rank in (0, 1):
-            one.push(rank, "b", [1.0], number)
-    image, release = one.server.control.snapshot()
+            server.push(rank, "b", [1.0], number)
+    image, release = server.server.control.snapshot()
     release()
     return image
 
 
 @pytest.mark.spec("R147")
 def test_rank_0_asks_which_cuts_there_are() -> None:
-    one = with_shelf()
-    assert one.say(0, Revive("kv", "best", 0), seq=50) == []
-    (look,) = one.orders()
+    server = with_shelf()
+    assert server.say(0, Revive("kv", "best", 0), seq=50) == []
+    (look,) = server.orders()
     assert isinstance(look, FindCuts)
     assert (look.job, look.tag) == (None, "best")
-    said = one.disk(FoundCuts((3, 7), 9, look.for_whom))
+    said = server.disk(FoundCuts((3, 7), 9, look.for_whom))
     assert [(each.to, each.message) for each in said] == [(b"w0", Revived(50, (3, 7)))]
 
 
 @pytest.mark.spec("R147")
 def test_and_gives_a_store_the_values_of_one() -> None:
-    one = with_shelf()
-    assert one.say(0, REVIVE, seq=50) == []
-    assert one.say(0, REVIVE, seq=50) == [], "it is being read already"
-    (read,) = one.orders()
+    server = with_shelf()
+    assert server.say(0, REVIVE, seq=50) == []
+    assert server.say(0, REVIVE, seq=50) == [], "it is being read already"
+    (read,) = server.orders()
     assert isinstance(read, Read)
     assert read.cut == 7
-    (probed,) = heard(one.say(0, Probe((50,))), Probed)
+    (probed,) = heard(server.say(0, Probe((50,))), Probed)
     assert probed.pending[0].reason == "it is being read from the disk"
-    one.push(0, "a", [1.0, 1.0], 0)  # nothing else changes it
-    said = one.disk(Loaded(image_of(3.0, 4.0), read.for_whom))
+    server.push(0, "a", [1.0, 1.0], 0)  # nothing else changes it
+    said = server.disk(Loaded(image_of(3.0, 4.0), read.for_whom))
     assert heard(said, Revived) == [Revived(50, (7,))]
-    assert one.values("a") == [3.0, 4.0]
-    assert heard(one.say(0, Find("kv", ("b",))), FoundAll)[0].found[0].dtype == 1
+    assert server.values("a") == [3.0, 4.0]
+    assert heard(server.say(0, Find("kv", ("b",))), FoundAll)[0].found[0].dtype == 1
 
 
 @pytest.mark.spec("R147")
@@ -381,30 +381,30 @@ def test_other_ranks_may_not_and_without_a_place_nobody_can() -> None:
     ],
 )
 def test_unreadable_snapshot_is_reported_and_changes_nothing(answer: Loaded | FoundCuts, match: str) -> None:
-    one = with_shelf()
-    before = one.snapshot()
-    one.say(0, REVIVE)
-    (read,) = one.orders()
-    said = one.disk(replace(answer, for_whom=read.for_whom))  # type: ignore[union-attr]
+    server = with_shelf()
+    before = server.snapshot()
+    server.say(0, REVIVE)
+    (read,) = server.orders()
+    said = server.disk(replace(answer, for_whom=read.for_whom))  # type: ignore[union-attr]
     assert match in refusal(said)
-    assert one.snapshot() == before
+    assert server.snapshot() == before
 
 
 def test_replaced_worker_is_not_answered_after_a_read() -> None:
-    one = with_shelf()
-    one.say(0, REVIVE)
-    (read,) = one.orders()
-    one.replace(0)
-    assert one.disk(Loaded(image_of(3.0, 4.0), read.for_whom)) == []  # type: ignore[union-attr]
-    assert one.values("a") == [0.0, 0.0]
+    server = with_shelf()
+    server.say(0, REVIVE)
+    (read,) = server.orders()
+    server.replace(0)
+    assert server.disk(Loaded(image_of(3.0, 4.0), read.for_whom)) == []  # type: ignore[union-attr]
+    assert server.values("a") == [0.0, 0.0]
 
 
 @pytest.mark.spec("R247")
 def test_the_session_keys_of_a_view_are_trusted_and_servers_met_by_theirs() -> None:
-    one = ServerStage(2, 2)
-    view = one.server.member.view
+    server = ServerStage(2, 2)
+    view = server.server.member.view
     assert view is not None
-    assert not [effect for effect in one.notes if isinstance(effect, Trust)]
+    assert not [effect for effect in server.notes if isinstance(effect, Trust)]
     keys = tuple([f"{number}".ljust(40, "k") for number, _ in enumerate(view.members)])
     members = tuple(
         [
@@ -412,10 +412,10 @@ def test_the_session_keys_of_a_view_are_trusted_and_servers_met_by_theirs() -> N
             for each in view.members
         ]
     )
-    one.scheduler(replace(view, number=99, members=members, keys=("", *keys[1:])))
-    (trust,) = [effect for effect in one.notes if isinstance(effect, Trust)]
+    server.scheduler(replace(view, number=99, members=members, keys=("", *keys[1:])))
+    (trust,) = [effect for effect in server.notes if isinstance(effect, Trust)]
     assert trust.keys == {keys[1]: "worker:1:11", keys[2]: "server:0:1", keys[3]: "server:1:7"}
-    connects = [effect for effect in one.notes if isinstance(effect, Connect)][1:]
+    connects = [effect for effect in server.notes if isinstance(effect, Connect)][1:]
     assert [(each.endpoint, each.key, each.is_member) for each in connects] == [
         ("tcp://s1:2", "", False),
         ("tcp://new:1", keys[3], True),
@@ -423,7 +423,7 @@ def test_the_session_keys_of_a_view_are_trusted_and_servers_met_by_theirs() -> N
 
 
 def test_a_server_that_its_operator_ends_says_so() -> None:
-    one = stage()
-    (said,) = one.take(one.server.leave("interrupted", one.now))
+    server = stage()
+    (said,) = server.take(server.server.leave("interrupted", server.now))
     assert said.message == Leave(True, 0, True, "interrupted")
-    assert one.notes[-1] == Exit(0, "interrupted")
+    assert server.notes[-1] == Exit(0, "interrupted")

@@ -11,7 +11,7 @@ from tests.support.server_harness import Said, ServerStage
 
 def pings(said: list[Said]) -> list[str | bytes]:
     """Return to whom PING was said."""
-    return [one.to for one in said if isinstance(one.message, Ping)]
+    return [effect.to for effect in said if isinstance(effect.message, Ping)]
 
 
 def counted(stage: ServerStage, name: str) -> dict[str, float]:

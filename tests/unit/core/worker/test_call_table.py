@@ -34,8 +34,8 @@ W1 = Node(Role.WORKER, 1)
 
 class TestValues:
     def test_of_an_eager_push_are_copied_before_the_caller_is_told(self) -> None:
-        one = small()
-        one.core.table.links[0].ready = False
+        worker = small()
+        worker.core.table.links[0].ready = False
         values = torch.ones(4)
         told: list[Effect] = []
 
@@ -43,47 +43,47 @@ class TestValues:
             told.append(effect)
             values.fill_(-1)
 
-        one.core.outbox.connect(overwrite)
-        one.core.on_call(99, push({"w": values}), one.now + 9, one.now)
+        worker.core.outbox.connect(overwrite)
+        worker.core.on_call(99, push({"w": values}), worker.now + 9, worker.now)
         assert told == [Copied(99)]
-        one.core.outbox.connect(one.effects.append)
-        one.server(0, Welcome(0, 1, 2, 1))
-        assert values_of(one.sends(Push)[0]) == [1, 1, 1, 1]
+        worker.core.outbox.connect(worker.effects.append)
+        worker.server(0, Welcome(0, 1, 2, 1))
+        assert values_of(worker.sends(Push)[0]) == [1, 1, 1, 1]
 
     def test_of_a_lazy_push_are_copied_at_its_timeout(self) -> None:
-        one = small()
-        one.core.table.links[0].ready = False
+        worker = small()
+        worker.core.table.links[0].ready = False
         values = torch.ones(4)
-        ticket = one.call(push({"w": values}, eager=False), 5.0)
-        one.wait(5.0)
-        assert isinstance(one.error(ticket), Timeout)
+        ticket = worker.call(push({"w": values}, eager=False), 5.0)
+        worker.wait(5.0)
+        assert isinstance(worker.error(ticket), Timeout)
         values.fill_(-1)
-        one.server(0, Welcome(0, 1, 2, 1))
-        assert values_of(one.sends(Push)[0]) == [1, 1, 1, 1]
+        worker.server(0, Welcome(0, 1, 2, 1))
+        assert values_of(worker.sends(Push)[0]) == [1, 1, 1, 1]
 
     def test_are_copied_when_a_call_fails_with_something_to_send(self) -> None:
         """Another worker's loss ends the call; the push stands."""
-        one = small(on_worker_lost="fail")
-        one.core.table.links[0].ready = False
+        worker = small(on_worker_lost="fail")
+        worker.core.table.links[0].ready = False
         values = torch.ones(4)
-        ticket = one.call(push({"w": values}, eager=False))
-        one.view(member(W1, "lost"))
-        assert isinstance(one.error(ticket), WorkerLost)
+        ticket = worker.call(push({"w": values}, eager=False))
+        worker.view(member(W1, "lost"))
+        assert isinstance(worker.error(ticket), WorkerLost)
         values.fill_(-1)
-        one.server(0, Welcome(0, 1, 2, 1))
-        assert values_of(one.sends(Push)[0]) == [1, 1, 1, 1]
+        worker.server(0, Welcome(0, 1, 2, 1))
+        assert values_of(worker.sends(Push)[0]) == [1, 1, 1, 1]
 
     @pytest.mark.parametrize("mode", ["async", "ssp"])
     def test_a_push_that_need_not_wait_for_room_ends_with_its_values(self, mode: str) -> None:
         """The window is full, and all that is in it has arrived."""
-        one = small(mode=mode)
+        worker = small(mode=mode)
         for _ in range(WINDOW):
-            step(one, "w")
+            step(worker, "w")
         sink = torch.zeros(4)
-        ticket = one.call(push({"w": torch.ones(4)}, sinks=(sink,)))
-        assert len(one.sent(Push)) == WINDOW + 1
-        answer(one, one.seqs(Push)[-1], 7.0, version=WINDOW + 1)
-        assert one.is_done(ticket)
+        ticket = worker.call(push({"w": torch.ones(4)}, sinks=(sink,)))
+        assert len(worker.sent(Push)) == WINDOW + 1
+        answer(worker, worker.seqs(Push)[-1], 7.0, version=WINDOW + 1)
+        assert worker.is_done(ticket)
         assert sink.tolist() == [7] * 4
 
 
@@ -91,33 +91,33 @@ class TestLent:
     def lent(self, count: int = 4) -> tuple[Bench, torch.Tensor]:
         """A bench, and memory of its worker that server 0 reads."""
         memory = Readable("server 0")
-        one = Bench(servers=1, memory=memory)
-        one.open()
-        one.init({"w": torch.zeros(count)})
-        return one, memory.empty(count, "float32")
+        worker = Bench(servers=1, memory=memory)
+        worker.open()
+        worker.init({"w": torch.zeros(count)})
+        return worker, memory.empty(count, "float32")
 
     def test_may_be_where_the_values_go(self) -> None:
         """They come when the push has been read."""
-        one, row = self.lent()
+        worker, row = self.lent()
         row.fill_(3)
-        ticket = one.call(push({"w": row}, sinks=(row,), eager=False))
-        assert values_of(one.sends(Push)[0]) == [3, 3, 3, 3]
-        answer(one, one.seqs(Push)[0], 7.0)
-        assert one.is_done(ticket)
+        ticket = worker.call(push({"w": row}, sinks=(row,), eager=False))
+        assert values_of(worker.sends(Push)[0]) == [3, 3, 3, 3]
+        answer(worker, worker.seqs(Push)[0], 7.0)
+        assert worker.is_done(ticket)
         assert row.tolist() == [7, 7, 7, 7]
 
     def test_is_the_callers_own_again_before_it_was_read_after_a_timeout(self) -> None:
         """If it still waited for room; what is lent is not copied, as empty_like() says."""
-        one, row = self.lent()
+        worker, row = self.lent()
         for _ in range(64):
-            one.call(push({"w": row}))
+            worker.call(push({"w": row}))
         row.fill_(3)
-        ticket = one.call(push({"w": row}, eager=False), 5.0)
-        one.wait(5.0)
-        assert isinstance(one.error(ticket), Timeout)
+        ticket = worker.call(push({"w": row}, eager=False), 5.0)
+        worker.wait(5.0)
+        assert isinstance(worker.error(ticket), Timeout)
         row.fill_(-1)
-        one.server(0, Pulled(one.seqs(Pull)[0], 1, FLOAT, False, (Stand(0, 4, 1, 0),)))
-        assert values_of(one.sends(Push)[-1]) == [3, 3, 3, 3]
+        worker.server(0, Pulled(worker.seqs(Pull)[0], 1, FLOAT, False, (Stand(0, 4, 1, 0),)))
+        assert values_of(worker.sends(Push)[-1]) == [3, 3, 3, 3]
 
 
 class TestCallsOfAllRanks:
@@ -129,161 +129,161 @@ class TestCallsOfAllRanks:
         (calls.SetRate("kv", 0.5), Rate),
     )
 
-    def release(self, one: Bench, cls: type[Barrier | Optimize | Rate]) -> None:
-        (seq,) = one.seqs(cls)[:1]
+    def release(self, worker: Bench, cls: type[Barrier | Optimize | Rate]) -> None:
+        (seq,) = worker.seqs(cls)[:1]
         if cls is Barrier:
-            one.scheduler(Released(seq))
+            worker.scheduler(Released(seq))
         else:
-            one.server(0, Done(seq))
+            worker.server(0, Done(seq))
 
     @pytest.mark.spec("R121")
     def test_a_join_that_succeeds_late_says_who_was_last(self) -> None:
-        one = small()
-        first = one.call(calls.JoinStore("kv"), 1.0)
-        one.wait(0.9)
-        (seq,) = one.seqs(Join)
-        one.server(0, Probed((), (Pending(seq, "rank 1 has not joined"),)))
-        one.wait(0.1)
-        assert "join() of store 'kv' is not done: rank 1 has not joined" in str(one.error(first))
-        assert isinstance(one.error(one.call(push({"w": torch.ones(4)}))), ConfigError)
-        one.server(0, Joined(seq, 1))
-        one.server(0, Done(one.seqs(Return)[0]))
-        (ask,) = one.sends(Pull)
+        worker = small()
+        first = worker.call(calls.JoinStore("kv"), 1.0)
+        worker.wait(0.9)
+        (seq,) = worker.seqs(Join)
+        worker.server(0, Probed((), (Pending(seq, "rank 1 has not joined"),)))
+        worker.wait(0.1)
+        assert "join() of store 'kv' is not done: rank 1 has not joined" in str(worker.error(first))
+        assert isinstance(worker.error(worker.call(push({"w": torch.ones(4)}))), ConfigError)
+        worker.server(0, Joined(seq, 1))
+        worker.server(0, Done(worker.seqs(Return)[0]))
+        (ask,) = worker.sends(Pull)
         stands = (Stand(0, 4, 7, 7),)
-        one.server(0, Pulled(ask.packet.envelope.seq, 1, FLOAT, False, stands))
-        second = one.finish(one.call(calls.JoinStore("kv")))
+        worker.server(0, Pulled(ask.packet.envelope.seq, 1, FLOAT, False, stands))
+        second = worker.finish(worker.call(calls.JoinStore("kv")))
         assert second is not None
         assert (second.value, second.error) == (1, None)
-        one.call(push({"w": torch.ones(4)}))
-        assert one.sent(Push)[-1].runs[0].number == 7
+        worker.call(push({"w": torch.ones(4)}))
+        assert worker.sent(Push)[-1].runs[0].number == 7
 
     def test_each_of_several_that_came_late_is_found(self) -> None:
-        one = small()
+        worker = small()
         for name in ("x", "y"):
-            one.call(calls.StandAtBarrier("kv", name), 1.0)
-        one.wait(1.0)
-        for seq in dict.fromkeys(one.seqs(Barrier)):
-            one.scheduler(Released(seq))
-        assert one.is_done(one.call(calls.StandAtBarrier("kv", "y")))
-        assert one.is_done(one.call(calls.StandAtBarrier("kv", "x")))
+            worker.call(calls.StandAtBarrier("kv", name), 1.0)
+        worker.wait(1.0)
+        for seq in dict.fromkeys(worker.seqs(Barrier)):
+            worker.scheduler(Released(seq))
+        assert worker.is_done(worker.call(calls.StandAtBarrier("kv", "y")))
+        assert worker.is_done(worker.call(calls.StandAtBarrier("kv", "x")))
 
     def test_late_answers_are_not_kept_for_ever(self) -> None:
-        one = small()
+        worker = small()
         for number in range(LATE_MAX + 5):
-            one.call(calls.StandAtBarrier("kv", str(number)), 1.0)
-        one.wait(1.0)
-        for seq in one.seqs(Barrier):
-            one.scheduler(Released(seq))
-        assert len(one.core.table._late) == LATE_MAX
-        assert not one.core.table.asked
-        assert not one.core.table.pending
+            worker.call(calls.StandAtBarrier("kv", str(number)), 1.0)
+        worker.wait(1.0)
+        for seq in worker.seqs(Barrier):
+            worker.scheduler(Released(seq))
+        assert len(worker.core.table._late) == LATE_MAX
+        assert not worker.core.table.asked
+        assert not worker.core.table.pending
 
 
 class TestProbes:
     @pytest.mark.spec("R39", "R41")
     def test_missing_push_is_sent_again_with_the_same_bytes(self) -> None:
-        one = small()
+        worker = small()
         values = torch.ones(4)
-        one.call(push({"w": values}, eager=False))
+        worker.call(push({"w": values}, eager=False))
         values.fill_(9)
-        assert not one.sent(Probe)
-        one.wait(2.0)
-        assert one.sent(Probe) == [Probe(tuple(one.seqs(Push)))]
-        one.server(0, Probed(tuple(one.seqs(Push)), ()))
-        first, again = one.sends(Push)
+        assert not worker.sent(Probe)
+        worker.wait(2.0)
+        assert worker.sent(Probe) == [Probe(tuple(worker.seqs(Push)))]
+        worker.server(0, Probed(tuple(worker.seqs(Push)), ()))
+        first, again = worker.sends(Push)
         assert first.packet.envelope.seq == again.packet.envelope.seq
         assert first.packet.message == again.packet.message
         assert first.packet.payload == again.packet.payload
-        one.wait(4.0)
-        assert len(one.sent(Probe)) == 3, "until it is answered"
-        one.ack(0, *one.seqs(Push)[:1])
-        one.server(0, Probed(tuple(one.seqs(Push)[:1]), (Pending(one.seqs(Push)[0], "late"),)))
-        assert len(one.sends(Push)) == 2
-        one.wait(4.0)
-        assert len(one.sent(Probe)) == 3
+        worker.wait(4.0)
+        assert len(worker.sent(Probe)) == 3, "until it is answered"
+        worker.ack(0, *worker.seqs(Push)[:1])
+        worker.server(0, Probed(tuple(worker.seqs(Push)[:1]), (Pending(worker.seqs(Push)[0], "late"),)))
+        assert len(worker.sends(Push)) == 2
+        worker.wait(4.0)
+        assert len(worker.sent(Probe)) == 3
 
     def test_a_pending_push_is_in(self) -> None:
         """Its ACK was lost: those who wait for it need not wait for the values too."""
-        one = small()
-        one.call(push({"w": torch.ones(4)}, sinks=(torch.zeros(4),), eager=False))
-        ticket = one.call(calls.Flush("kv"))
-        one.wait(2.0)
-        one.server(0, Probed((), (Pending(one.seqs(Push)[0], "round 0 waits for rank 1"),)))
-        assert one.is_done(ticket)
-        one.server(0, Probed((), (Pending(one.seqs(Push)[0], "round 0 waits for rank 1"),)))
+        worker = small()
+        worker.call(push({"w": torch.ones(4)}, sinks=(torch.zeros(4),), eager=False))
+        ticket = worker.call(calls.Flush("kv"))
+        worker.wait(2.0)
+        worker.server(0, Probed((), (Pending(worker.seqs(Push)[0], "round 0 waits for rank 1"),)))
+        assert worker.is_done(ticket)
+        worker.server(0, Probed((), (Pending(worker.seqs(Push)[0], "round 0 waits for rank 1"),)))
 
     def test_an_acknowledged_push_waits_for_its_values(self) -> None:
-        one = small()
+        worker = small()
         sink = torch.zeros(4)
-        ticket = one.call(push({"w": torch.ones(4)}, sinks=(sink,), eager=False))
-        flush = one.call(calls.Flush("kv"))
-        (seq,) = one.seqs(Push)
-        one.ack(0, seq, 999)
-        assert one.is_done(flush)
-        assert one.finish(ticket) is None
-        answer(one, seq, 7.0)
-        assert one.is_done(ticket)
+        ticket = worker.call(push({"w": torch.ones(4)}, sinks=(sink,), eager=False))
+        flush = worker.call(calls.Flush("kv"))
+        (seq,) = worker.seqs(Push)
+        worker.ack(0, seq, 999)
+        assert worker.is_done(flush)
+        assert worker.finish(ticket) is None
+        answer(worker, seq, 7.0)
+        assert worker.is_done(ticket)
         assert sink.tolist() == [7] * 4
-        answer(one, seq, 8.0)
-        one.ack(0, seq)
+        answer(worker, seq, 8.0)
+        worker.ack(0, seq)
         assert sink.tolist() == [7] * 4, "a second answer is none"
 
 
 class TestRefusals:
     def test_of_one_part_end_the_call_at_once(self) -> None:
-        one = Bench()
-        one.open()
-        one.init({"w": torch.zeros(40)})
-        ticket = one.call(push({"w": torch.zeros(40)}))
-        one.server(0, Error(one.seqs(Push, 0)[0], Mismatch.code, "first"))
-        one.server(1, Error(one.seqs(Push, 1)[0], Mismatch.code, "second"))
-        assert str(one.error(ticket)) == "first"
+        worker = Bench()
+        worker.open()
+        worker.init({"w": torch.zeros(40)})
+        ticket = worker.call(push({"w": torch.zeros(40)}))
+        worker.server(0, Error(worker.seqs(Push, 0)[0], Mismatch.code, "first"))
+        worker.server(1, Error(worker.seqs(Push, 1)[0], Mismatch.code, "second"))
+        assert str(worker.error(ticket)) == "first"
 
     def test_of_a_push_end_the_reads_of_its_keys_that_wait_for_it(self) -> None:
-        one = small()
-        before = one.call(pull({"w": torch.zeros(4)}))
-        refused = one.call(push({"w": torch.rand(4)}))
-        after = [one.call(pull({"w": torch.zeros(4)})), one.call(calls.Versions("kv", ("w",)))]
-        one.server(0, Error(one.seqs(Push)[0], Overload.code, "too much memory"))
+        worker = small()
+        before = worker.call(pull({"w": torch.zeros(4)}))
+        refused = worker.call(push({"w": torch.rand(4)}))
+        after = [worker.call(pull({"w": torch.zeros(4)})), worker.call(calls.Versions("kv", ("w",)))]
+        worker.server(0, Error(worker.seqs(Push)[0], Overload.code, "too much memory"))
         for ticket in [refused, *after]:
-            assert isinstance(one.error(ticket), Overload)
-        assert one.finish(before) is None
-        again = one.call(pull({"w": torch.zeros(4)}))
-        assert one.finish(again) is None, "its number is asked first"
+            assert isinstance(worker.error(ticket), Overload)
+        assert worker.finish(before) is None
+        again = worker.call(pull({"w": torch.zeros(4)}))
+        assert worker.finish(again) is None, "its number is asked first"
 
     def test_of_the_other_parts_are_no_warnings(self) -> None:
-        one = Bench()
-        one.open()
-        first = one.call(calls.OpenStore("kv", opened(average=True), 1.0))
-        asked = [one.seqs(Open, server)[-1] for server in (0, 1)]
+        worker = Bench()
+        worker.open()
+        first = worker.call(calls.OpenStore("kv", opened(average=True), 1.0))
+        asked = [worker.seqs(Open, server)[-1] for server in (0, 1)]
         for server in (0, 1):
-            one.server(server, Error(asked[server], Mismatch.code, "opened without average"))
-        assert str(one.error(first)) == "opened without average"
-        assert [note for note in one.notes() if "warning" in note] == []
+            worker.server(server, Error(asked[server], Mismatch.code, "opened without average"))
+        assert str(worker.error(first)) == "opened without average"
+        assert [note for note in worker.notes() if "warning" in note] == []
 
     def test_of_nothing_we_know_are_logged(self) -> None:
-        one = small()
-        one.server(0, Error(0, KvpsError.code, "something"))
-        one.server(0, View(1, "running", "", ()))
-        assert one.notes()[-2:] == ["warning: something", "debug: unexpected View from 'server 0'"]
+        worker = small()
+        worker.server(0, Error(0, KvpsError.code, "something"))
+        worker.server(0, View(1, "running", "", ()))
+        assert worker.notes()[-2:] == ["warning: something", "debug: unexpected View from 'server 0'"]
 
     @pytest.mark.spec("R21")
     def test_to_be_fenced_ends_all(self) -> None:
-        one = small()
-        tickets = [one.call(push({"w": torch.ones(4)})), one.call(calls.StandAtBarrier("kv", None))]
-        one.server(0, Error(one.seqs(Push)[0], Fenced.code, "worker 0 was replaced"))
-        tickets.append(one.call(pull({"w": torch.zeros(4)})))
-        assert {type(one.error(ticket)) for ticket in tickets} == {Fenced}
-        assert one.exits() == [Exit(1, "worker 0 was replaced")]
+        worker = small()
+        tickets = [worker.call(push({"w": torch.ones(4)})), worker.call(calls.StandAtBarrier("kv", None))]
+        worker.server(0, Error(worker.seqs(Push)[0], Fenced.code, "worker 0 was replaced"))
+        tickets.append(worker.call(pull({"w": torch.zeros(4)})))
+        assert {type(worker.error(ticket)) for ticket in tickets} == {Fenced}
+        assert worker.exits() == [Exit(1, "worker 0 was replaced")]
 
     @pytest.mark.spec("R21")
     def test_also_if_the_scheduler_was_asked_something_and_refuses_that(self) -> None:
-        one = small()
-        tickets = [one.call(calls.ResumeKeys("kv", ("w",)))]
-        one.server(0, Pulled(one.seqs(Pull)[-1], 1, FLOAT, False, (Stand(0, 4, 0, 0),)))
-        tickets.append(one.call(push({"w": torch.ones(4)})))
-        one.scheduler(Error(one.seqs(Resume)[0], Fenced.code, "worker 0 was replaced"))
-        tickets.append(one.call(pull({"w": torch.zeros(4)})))
-        assert {type(one.error(ticket)) for ticket in tickets} == {Fenced}
-        assert one.exits() == [Exit(1, "worker 0 was replaced")]
-        assert one.core.member.deadline() is None, "it beats no more"
+        worker = small()
+        tickets = [worker.call(calls.ResumeKeys("kv", ("w",)))]
+        worker.server(0, Pulled(worker.seqs(Pull)[-1], 1, FLOAT, False, (Stand(0, 4, 0, 0),)))
+        tickets.append(worker.call(push({"w": torch.ones(4)})))
+        worker.scheduler(Error(worker.seqs(Resume)[0], Fenced.code, "worker 0 was replaced"))
+        tickets.append(worker.call(pull({"w": torch.zeros(4)})))
+        assert {type(worker.error(ticket)) for ticket in tickets} == {Fenced}
+        assert worker.exits() == [Exit(1, "worker 0 was replaced")]
+        assert worker.core.member.deadline() is None, "it beats no more"

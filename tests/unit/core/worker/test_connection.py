@@ -34,9 +34,9 @@ def request(
 
 
 def ready() -> Connection:
-    one = Connection("server 0")
-    one.ready = True
-    return one
+    connection = Connection("server 0")
+    connection.ready = True
+    return connection
 
 
 def names(link: Connection, now: float = 0.0) -> list[str]:
@@ -47,15 +47,17 @@ def names(link: Connection, now: float = 0.0) -> list[str]:
 def sent(uplink: SendScheduler, now: float = 0.0) -> list[tuple[int, str]]:
     """Send what is due over all links; return to whom and what."""
     found: list[tuple[Connection, Request]] = []
-    uplink.flow(now, lambda link, one: found.append((link, one)))
+    uplink.flow(now, lambda link, item: found.append((link, item)))
     return [
-        (int(link.route[-1]), one.message.store) for link, one in found if isinstance(one.message, Status)
+        (int(link.route[-1]), packet.message.store)
+        for link, packet in found
+        if isinstance(packet.message, Status)
     ]
 
 
 def queued(link: Connection, *requests: Request) -> list[Request]:
-    for one in requests:
-        link.queue(one)
+    for request in requests:
+        link.queue(request)
     return list(requests)
 
 
@@ -63,9 +65,9 @@ class TestPriority:
     @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 2))))
     def test_against_a_model(self, given: list[tuple[int, int]]) -> None:
         """Each time the highest goes, after all that its lane has before it."""
-        one, left = ready(), []
+        connection, left = ready(), []
         for index, (lane, priority) in enumerate(given):
-            queued(one, request(str(index), lane, priority))
+            queued(connection, request(str(index), lane, priority))
             left.append((index, lane, priority))
         expected = []
         while left:
@@ -74,7 +76,7 @@ class TestPriority:
             for it in lane or [first]:
                 expected.append(str(it[0]))
                 left.remove(it)
-        assert names(one) == expected
+        assert names(connection) == expected
 
 
 def two(payload_bytes: int) -> tuple[SendScheduler, Connection, Connection]:
@@ -82,9 +84,9 @@ def two(payload_bytes: int) -> tuple[SendScheduler, Connection, Connection]:
     uplink = SendScheduler()
     links = [Connection(f"server {server}", uplink=uplink) for server in (0, 1)]
     for index in range(3):
-        for name, one in zip("ab", links, strict=True):
-            one.ready = True
-            one.queue(request(f"{name}{index}", payload_bytes=payload_bytes))
+        for name, item in zip("ab", links, strict=True):
+            item.ready = True
+            item.queue(request(f"{name}{index}", payload_bytes=payload_bytes))
     return uplink, links[0], links[1]
 
 
@@ -106,10 +108,10 @@ LAST = [(0, "a2"), (1, "b2")]
 
 def test_an_uplink_without_limits_has_room_for_all() -> None:
     uplink = SendScheduler(is_limited=False)
-    one = Connection("worker 1", uplink=uplink)
-    one.ready = True
-    queued(one, *[request(str(index), payload_bytes=WINDOW_BYTES) for index in range(5)])
-    assert len(names(one)) == 5
+    connection = Connection("worker 1", uplink=uplink)
+    connection.ready = True
+    queued(connection, *[request(str(index), payload_bytes=WINDOW_BYTES) for index in range(5)])
+    assert len(names(connection)) == 5
 
 
 class TestWindow:
@@ -120,13 +122,13 @@ class TestWindow:
 
     def test_missed_request_leaves_the_window(self) -> None:
         """The peer may not take it in before one that waits for room."""
-        one = ready()
-        first, *_ = queued(one, *[request(name, payload_bytes=UPLINK_BYTES) for name in "abc"])
-        assert names(one) == ["a", "b"]
-        assert one.miss(1) is first
-        assert one.miss(9) is None
-        assert names(one) == ["c"]
-        assert list(one.outstanding) == [1, 2, 3]
+        connection = ready()
+        first, *_ = queued(connection, *[request(name, payload_bytes=UPLINK_BYTES) for name in "abc"])
+        assert names(connection) == ["a", "b"]
+        assert connection.miss(1) is first
+        assert connection.miss(9) is None
+        assert names(connection) == ["c"]
+        assert list(connection.outstanding) == [1, 2, 3]
 
     def test_leaves_out_a_server_that_is_silent(self) -> None:
         uplink, _, second = two(UPLINK_BYTES // 2)
@@ -137,37 +139,37 @@ class TestWindow:
 
     def test_but_not_for_ever(self) -> None:
         """A silent server is given one window of its own, not all there is."""
-        one = ready()
+        connection = ready()
         step = WINDOW_BYTES // 4
-        queued(one, *[request(str(index), payload_bytes=step) for index in range(9)])
-        assert names(one) == ["0", "1"]
-        assert names(one, 5.0) == ["2", "3"]
-        assert names(one, 9.0) == []
+        queued(connection, *[request(str(index), payload_bytes=step) for index in range(9)])
+        assert names(connection) == ["0", "1"]
+        assert names(connection, 5.0) == ["2", "3"]
+        assert names(connection, 9.0) == []
 
     def test_has_room_for_what_is_lent(self) -> None:
         class Lending(Private):
             def lends(self, route: str, pieces: Sequence[torch.Tensor]) -> bool:
                 return route == "server 0"
 
-        one = Connection("server 0", memory=Lending())
-        one.ready = True
-        queued(one, *[request(str(index), payload_bytes=UPLINK_BYTES) for index in range(3)])
-        assert names(one) == ["0", "1", "2"]
-        one.receive(1)
-        assert one.bytes_away == 0
-        assert not one.is_late(99.0)
+        connection = Connection("server 0", memory=Lending())
+        connection.ready = True
+        queued(connection, *[request(str(index), payload_bytes=UPLINK_BYTES) for index in range(3)])
+        assert names(connection) == ["0", "1", "2"]
+        connection.receive(1)
+        assert connection.bytes_away == 0
+        assert not connection.is_late(99.0)
 
     def test_stops_what_a_higher_one_lifts_halfway(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(link, "WINDOW_BYTES", 2)
-        one = ready()
-        queued(one, *[request(name, 1, 0, 1) for name in "abc"], request("d", 1, 9, 1))
-        queued(one, request("e", 2, 5, 1))
-        assert names(one) == ["a", "b"]
-        one.answer(1)
-        assert names(one) == ["c"]
-        one.answer(2)
-        one.answer(3)
-        assert names(one) == ["d", "e"]
+        connection = ready()
+        queued(connection, *[request(name, 1, 0, 1) for name in "abc"], request("d", 1, 9, 1))
+        queued(connection, request("e", 2, 5, 1))
+        assert names(connection) == ["a", "b"]
+        connection.answer(1)
+        assert names(connection) == ["c"]
+        connection.answer(2)
+        connection.answer(3)
+        assert names(connection) == ["d", "e"]
 
 
 class TestDrop:
@@ -177,46 +179,48 @@ class TestDrop:
 
     def test_dropped_request_that_was_not_sent_is_only_marked(self) -> None:
         """A neighbour, or this worker, collects more of its kind."""
-        one = request()
-        one.drop()
-        assert one.dropped
+        item = request()
+        item.drop()
+        assert item.dropped
 
 
 class TestAbandon:
     def test_request_after_an_abandoned_connection_has_a_new_number(self) -> None:
         """The peer may live, and answer by the old numbers."""
-        one = ready()
-        queued(one, request("a", lane=1), request("b", lane=1))
-        names(one)
-        one.abandon()
-        (new,) = queued(one, request("c", lane=1))
-        assert names(one) == ["c"]
+        connection = ready()
+        queued(connection, request("a", lane=1), request("b", lane=1))
+        names(connection)
+        connection.abandon()
+        (new,) = queued(connection, request("c", lane=1))
+        assert names(connection) == ["c"]
         assert new.seq == 3
-        assert one.answer(1) is None
-        assert one.answer(3) is new
+        assert connection.answer(1) is None
+        assert connection.answer(3) is new
 
 
 class TestMiss:
     @pytest.mark.spec("R39")
     def test_request_to_be_repeated_leaves_the_window(self) -> None:
         """The peer may want another one before it."""
-        one = ready()
-        (lost, _) = queued(one, request("lost", payload_bytes=WINDOW_BYTES), request("next", payload_bytes=1))
-        assert names(one) == ["lost"]
-        assert one.miss(1) is lost
-        assert one.miss(1) is lost
-        assert names(one) == ["next"]
-        assert one.answer(1) is lost
-        assert one.miss(1) is None
+        connection = ready()
+        (lost, _) = queued(
+            connection, request("lost", payload_bytes=WINDOW_BYTES), request("next", payload_bytes=1)
+        )
+        assert names(connection) == ["lost"]
+        assert connection.miss(1) is lost
+        assert connection.miss(1) is lost
+        assert names(connection) == ["next"]
+        assert connection.answer(1) is lost
+        assert connection.miss(1) is None
 
 
 def test_payload_that_a_server_reads_in_place_is_not_under_way() -> None:
-    one = Connection("server 0", memory=Lending())
-    one.ready = True
-    queued(one, request("a", payload_bytes=8))
-    assert names(one, 10.0) == ["a"]
-    one.look(11.0)
-    assert one.sending_s(11.0) == 0.0
+    connection = Connection("server 0", memory=Lending())
+    connection.ready = True
+    queued(connection, request("a", payload_bytes=8))
+    assert names(connection, 10.0) == ["a"]
+    connection.look(11.0)
+    assert connection.sending_s(11.0) == 0.0
 
 
 class Lending(Private):

@@ -36,28 +36,28 @@ ENVELOPE: Any = None
 
 def new_store(mode: str = "sync") -> WorkerStore:
     """``a`` and ``b`` lie side by side on server 0; ``big`` on both servers."""
-    one = WorkerStore(opened(mode=mode), 0, 2, 240.0)
-    one.place(
+    store = WorkerStore(opened(mode=mode), 0, 2, 240.0)
+    store.place(
         [
             ("a", spec(2), [PieceLocation(0, 1, 0, 2, 0)]),
             ("b", spec(3), [PieceLocation(0, 1, 2, 3, 0)]),
             ("big", spec(8), [PieceLocation(0, 2, 0, 4, 0), PieceLocation(1, 1, 0, 4, 4)]),
         ]
     )
-    return one
+    return store
 
 
-def reading(one: WorkerStore, *names: str, after: int = 0) -> tuple[Steps, list[torch.Tensor]]:
-    plan = one.plan(names)
+def reading(store: WorkerStore, *names: str, after: int = 0) -> tuple[Steps, list[torch.Tensor]]:
+    plan = store.plan(names)
     sinks = [torch.full((key.spec.count,), -1.0) for key in plan.keys]
     conditions = [after] * len(names)
-    return read(one, plan, sinks, conditions, ANY, 0), sinks
+    return read(store, plan, sinks, conditions, ANY, 0), sinks
 
 
-def read_versions_alone(one: WorkerStore) -> None:
+def read_versions_alone(store: WorkerStore) -> None:
     """Read the versions of ``a`` and ``big``, without values: 5, and 6 on the second part of ``big``."""
     for names in (("a",), ("big",)):
-        steps = read_versions(one, one.plan(names), [0], [0])
+        steps = read_versions(store, store.plan(names), [0], [0])
         step = next(steps)
         assert isinstance(step, list)
         with pytest.raises(StopIteration):
@@ -66,7 +66,7 @@ def read_versions_alone(one: WorkerStore) -> None:
 
 def pulls(step: Step) -> list[Pull]:
     assert not isinstance(step, AwaitAcks)
-    return [one.message for one in step if isinstance(one.message, Pull)]
+    return [packet.message for packet in step if isinstance(packet.message, Pull)]
 
 
 def answer(request: Request, *versions: int, wanted: bool = True, owed: int = 0) -> Packet:
@@ -78,7 +78,7 @@ def answer(request: Request, *versions: int, wanted: bool = True, owed: int = 0)
     )
     packet = Packet(ENVELOPE, Pulled(1, message.chunk, BY_NAME["float32"].id, message.values, runs))
     if message.values:
-        values = torch.cat([torch.full((one.size,), float(one.version)) for one in runs])
+        values = torch.cat([torch.full((run.size,), float(run.version)) for run in runs])
         packet = Packet(ENVELOPE, packet.message, (to_frame(values),))
     assert request.on_reply is not None
     request.on_reply(packet, wanted)
@@ -95,29 +95,29 @@ def ends(steps: Steps, answers: Sequence[Packet]) -> bool:
 
 @pytest.mark.parametrize("wanted", [None, Views.VIEWS, Views.HELD])
 def test_keys_that_travel_in_two_forms_are_read_by_two_requests(wanted: Views | None) -> None:
-    one = new_store()
-    one.compress(rules_of({"rules": [{"pattern": "b", "type": "fp16", "min_bytes": 0}]}))
-    plan = one.plan(("b", "a"))
+    store = new_store()
+    store.compress(rules_of({"rules": [{"pattern": "b", "type": "fp16", "min_bytes": 0}]}))
+    plan = store.plan(("b", "a"))
     sinks = [torch.zeros(3), torch.zeros(2)]
     sink: Sink = sinks if wanted is None else HeldValues(range(2))
-    steps = read(one, plan, sink, ANY, ANY, 0)
+    steps = read(store, plan, sink, ANY, ANY, 0)
     step = next(steps)
     assert [message.runs for message in pulls(step)] == [(Ask(2, 3, 0, 0),), (Ask(0, 2, 0, 0),)]
     assert isinstance(step, list)
     assert ends(steps, [answer(step[0], 3), answer(step[1], 4)])
     if isinstance(sink, HeldValues):
         if wanted is Views.VIEWS:
-            sinks = sink.views(plan.keys, one.memory)
+            sinks = sink.views(plan.keys, store.memory)
         sink.copy_to(sinks)
     assert [row.tolist() for row in sinks] == [[3, 3, 3], [4, 4]], "each at its own place"
 
 
 def test_keys_may_stand_at_different_versions() -> None:
-    one = new_store()
-    one.key("a").number = 1
-    plan = one.plan(("a", "b"))
+    store = new_store()
+    store.key("a").number = 1
+    plan = store.plan(("a", "b"))
     sinks = [torch.zeros(2), torch.zeros(3)]
-    steps = read(one, plan, sinks, [1, 0], [0, 4], 0)
+    steps = read(store, plan, sinks, [1, 0], [0, 4], 0)
     step = next(steps)
     assert pulls(step) == [Pull(1, True, (Ask(0, 2, 1, 0), Ask(2, 3, 0, 4)))]
     assert isinstance(step, list)
@@ -128,13 +128,13 @@ def test_keys_may_stand_at_different_versions() -> None:
 
 class TestTorn:
     def test_a_lost_worker_is_not_waited_for_where_pushes_are_applied_one_by_one(self) -> None:
-        one = new_store("async")
-        steps, (sink,) = reading(one, "big")
+        store = new_store("async")
+        steps, (sink,) = reading(store, "big")
         step = next(steps)
         assert isinstance(step, list)
         again = steps.send([answer(step[0], 5), answer(step[1], 4)])
         assert isinstance(again, LaggingReads)
-        one.is_short = True
+        store.is_short = True
         assert ends(steps, [])
         assert sink.tolist() == [5] * 4 + [4] * 4
 
@@ -142,13 +142,13 @@ class TestTorn:
     def test_every_key_ends_at_one_version(self, data: st.DataObject) -> None:
         """Whatever versions the parts stand at whenever they are read."""
         parts = data.draw(st.integers(1, 4))
-        one = WorkerStore(opened(), 0, parts, 240.0)
-        one.place(
+        store = WorkerStore(opened(), 0, parts, 240.0)
+        store.place(
             (name, spec(2 * parts), [PieceLocation(at, 1 + which, 0, 2, 2 * at) for at in range(parts)])
             for which, name in enumerate("kl")
         )
         now = {(at, chunk): 0 for at in range(parts) for chunk in (1, 2)}
-        steps, sinks = reading(one, "k", "l")
+        steps, sinks = reading(store, "k", "l")
         step = next(steps)
         for _ in range(50):
             assert isinstance(step, list)
@@ -171,103 +171,103 @@ class TestTorn:
 
 class TestWhatIsKnownToBeApplied:
     def test_never_less_than_before(self) -> None:
-        one = new_store()
-        one.key("a").applied = one.key("big").applied = 9
-        read_versions_alone(one)
-        assert (one.key("a").applied, one.key("big").applied) == (9, 9)
+        store = new_store()
+        store.key("a").applied = store.key("big").applied = 9
+        read_versions_alone(store)
+        assert (store.key("a").applied, store.key("big").applied) == (9, 9)
 
 
 class TestAge:
     """The number of pushes of others between two reads, where each push is applied by itself."""
 
-    def read(self, one: WorkerStore, name: str, *stands: tuple[int, int]) -> int:
+    def read(self, store: WorkerStore, name: str, *stands: tuple[int, int]) -> int:
         """Read a key whose parts stand so: (version, own pushes); return its age."""
-        steps, _ = reading(one, name)
+        steps, _ = reading(store, name)
         step = next(steps)
         assert isinstance(step, list)
-        one.is_short = True  # torn parts are taken as they are
+        store.is_short = True  # torn parts are taken as they are
         answers = [
             answer(request, version, owed=owed) for request, (version, owed) in zip(step, stands, strict=True)
         ]
         assert ends(steps, answers)
-        return one.key(name).age
+        return store.key(name).age
 
     def test_is_not_changed_by_an_older_answer(self) -> None:
-        one = new_store("async")
-        self.read(one, "a", (5, 2))
-        assert self.read(one, "a", (8, 2)) == 3
-        assert self.read(one, "a", (7, 2)) == 3
-        assert one.key("a").others == 6
+        store = new_store("async")
+        self.read(store, "a", (5, 2))
+        assert self.read(store, "a", (8, 2)) == 3
+        assert self.read(store, "a", (7, 2)) == 3
+        assert store.key("a").others == 6
 
     def test_is_none_where_rounds_wait_for_all(self) -> None:
-        one = new_store()
+        store = new_store()
         for version in (5, 9):
-            assert self.read(one, "a", (version, version)) == 0
-        assert one.figures()["push_age"] == 0
+            assert self.read(store, "a", (version, version)) == 0
+        assert store.figures()["push_age"] == 0
 
 
 class TestViews:
     """Values that stay where they are."""
 
-    def read(self, one: WorkerStore, *names: str) -> tuple[Steps, HeldValues]:
+    def read(self, store: WorkerStore, *names: str) -> tuple[Steps, HeldValues]:
         sink = HeldValues(range(len(names)))
-        return read(one, one.plan(names), sink, ANY, ANY, 0), sink
+        return read(store, store.plan(names), sink, ANY, ANY, 0), sink
 
     def test_are_of_the_memory_in_which_values_came(self) -> None:
-        one = new_store()
-        one.place([("m", Spec("float32", (2, 2)), [PieceLocation(0, 1, 5, 4, 0)])])
-        steps, sink = self.read(one, "b", "m")
+        store = new_store()
+        store.place([("m", Spec("float32", (2, 2)), [PieceLocation(0, 1, 5, 4, 0)])])
+        steps, sink = self.read(store, "b", "m")
         step = next(steps)
         assert isinstance(step, list)
         packet = answer(step[0], 3)
         assert ends(steps, [packet])
         values = torch.frombuffer(packet.payload[0], dtype=torch.float32)
         values.copy_(torch.arange(7.0))
-        b, m = sink.views(one.plan(("b", "m")).keys, PRIVATE)
+        b, m = sink.views(store.plan(("b", "m")).keys, PRIVATE)
         assert (b.tolist(), m.tolist()) == ([0, 1, 2], [[3, 4], [5, 6]])
         assert b.data_ptr() == values.data_ptr()
 
     def test_the_order_of_answers_does_not_matter(self) -> None:
-        one = new_store()
-        plan = one.plan(("big",))
+        store = new_store()
+        plan = store.plan(("big",))
         sink = HeldValues(range(1))
         for share in reversed(plan.shares):
             sink.write(share, torch.full((4,), float(share.server)))
         assert sink.views(plan.keys, PRIVATE)[0].tolist() == [0] * 4 + [1] * 4
 
     def test_of_keys_without_elements(self) -> None:
-        one = new_store()
-        one.place([("nothing", Spec("int8", (0, 3)), [])])
-        steps, sink = self.read(one, "nothing", "a")
+        store = new_store()
+        store.place([("nothing", Spec("int8", (0, 3)), [])])
+        steps, sink = self.read(store, "nothing", "a")
         step = next(steps)
         assert isinstance(step, list)
         assert ends(steps, [answer(step[0], 1)])
-        nothing, a = sink.views(one.plan(("nothing", "a")).keys, PRIVATE)
+        nothing, a = sink.views(store.plan(("nothing", "a")).keys, PRIVATE)
         assert (nothing.shape, nothing.dtype) == ((0, 3), torch.int8)
         assert a.tolist() == [1, 1]
 
     @pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)])
     def test_views_need_every_answer_to_be_wanted(self, wanted: tuple[bool, bool]) -> None:
-        one = new_store()
+        store = new_store()
         for names in (("big",), ("a", "big")):
-            steps, sink = self.read(one, *names)
+            steps, sink = self.read(store, *names)
             step = next(steps)
             assert isinstance(step, list)
             flags = [*wanted, False]
             answers = [answer(request, 1, wanted=flag) for request, flag in zip(step, flags, strict=False)]
             assert ends(steps, answers)
-            assert sink.views(one.plan(names).keys, PRIVATE) == []
+            assert sink.views(store.plan(names).keys, PRIVATE) == []
         sink = HeldValues(range(1))
-        assert sink.views(one.plan(("a",)).keys, PRIVATE) == []
+        assert sink.views(store.plan(("a",)).keys, PRIVATE) == []
 
 
 class TestHeldValues:
     """Values that are written when the caller says so."""
 
     def test_are_written_once_and_then_held_no_more(self) -> None:
-        one = new_store()
-        one.place([("m", Spec("float32", (2, 2)), [PieceLocation(0, 1, 5, 4, 0)])])
-        plan = one.plan(("b", "m", "big"))
+        store = new_store()
+        store.place([("m", Spec("float32", (2, 2)), [PieceLocation(0, 1, 5, 4, 0)])])
+        plan = store.plan(("b", "m", "big"))
         sink = HeldValues(range(len(plan.keys)))
         values = torch.arange(7.0)
         for share in plan.shares:
@@ -284,8 +284,8 @@ class TestHeldValues:
 
 def test_an_answer_of_another_length_is_refused() -> None:
     """What is asked for is read by its address later on."""
-    one = new_store()
-    steps, _ = reading(one, "a", "b")
+    store = new_store()
+    steps, _ = reading(store, "a", "b")
     step = next(steps)
     assert isinstance(step, list)
     packet = answer(step[0], 3, wanted=False)

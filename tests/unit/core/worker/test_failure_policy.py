@@ -30,8 +30,8 @@ class TestServer:
     @pytest.mark.parametrize("state", ["lost", "gone", "left"])
     def test_lost_server_ends_all_stores(self, state: str) -> None:
         losses = learn(FailurePolicy(), member(S0), lost(S1, state=state))
-        for one in (new_store(), new_store(mode="async"), None):
-            error = losses.error(one, 100.0)
+        for item in (new_store(), new_store(mode="async"), None):
+            error = losses.error(item, 100.0)
             assert isinstance(error, ServerLost)
         assert str(error) == (
             "server 1 (host-server-1 tcp://s1:1) is lost: exit code 9. Its part of every key is lost. The other servers keep their parts, but no key is "

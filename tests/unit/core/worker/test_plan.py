@@ -53,7 +53,7 @@ def test_keys_of_one_chunk_are_one_share_in_the_order_of_the_chunk() -> None:
 def test_shares_go_round_the_servers() -> None:
     pieces = [PieceLocation(server, chunk, 0, 1, 0) for server in (1, 0) for chunk in (8, 3, 5)]
     plan = make([key(f"k{index}", piece) for index, piece in enumerate(pieces)])
-    assert [(one.server, one.chunk) for one in plan.shares] == [
+    assert [(share.server, share.chunk) for share in plan.shares] == [
         (0, 3),
         (1, 3),
         (0, 5),
@@ -148,14 +148,14 @@ def test_gather_and_scatter_move_every_element_once(data: st.DataObject) -> None
             offset += size
         keys.append(key(f"k{name}", *pieces))
     plan = make(keys)
-    rows = [torch.rand(one.spec.count) for one in keys]
+    rows = [torch.rand(item.spec.count) for item in keys]
     back = [torch.full_like(row, -1.0) for row in rows]
     for share in plan.shares:
         values = share.gather(rows, PRIVATE, "server 0")[0]
         runs = share.runs((0,))
         assert len(values) == share.size == sum(run.size for run in runs)
         share.scatter(values, back)
-    assert all(torch.equal(row, one) for row, one in zip(rows, back, strict=True))
+    assert all(torch.equal(row, item) for row, item in zip(rows, back, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
@@ -163,16 +163,16 @@ def test_rows_keep_their_shapes(dtype: str) -> None:
     shapes = [(2, 3), (), (4,), (1, 2, 2)]
     keys, start = [], 0
     for index, shape in enumerate(shapes):
-        one = Spec(dtype, shape)
-        keys.append(Key(f"k{index}", one, (PieceLocation(0, 1, start, one.count, 0),)))
-        start += one.count
+        spec = Spec(dtype, shape)
+        keys.append(Key(f"k{index}", spec, (PieceLocation(0, 1, start, spec.count, 0),)))
+        start += spec.count
     (share,) = make(keys).shares
     rows = [torch.ones(shape).to(TORCH[dtype]) * index for index, shape in enumerate(shapes)]
     (gathered,) = share.gather(rows, PRIVATE, "server 0")
     assert gathered.tolist() == [0] * 6 + [1] + [2] * 4 + [3] * 4
     back = [torch.zeros_like(row) for row in rows]
     share.scatter(gathered, back)
-    assert all(torch.equal(row, one) for row, one in zip(rows, back, strict=True))
+    assert all(torch.equal(row, item) for row, item in zip(rows, back, strict=True))
 
 
 def test_a_single_number_stands_for_all_keys() -> None:
@@ -198,7 +198,7 @@ def lending(*counts: int) -> tuple[Readable, list[torch.Tensor]]:
 
 
 def places(pieces: tuple[torch.Tensor, ...]) -> list[tuple[int, int]]:
-    return [(one.data_ptr(), len(one)) for one in pieces]
+    return [(piece.data_ptr(), len(piece)) for piece in pieces]
 
 
 def test_values_side_by_side_as_on_the_server_are_lent_in_place() -> None:
@@ -230,7 +230,7 @@ def test_neighbours_of_two_storages_stay_two() -> None:
     """Who keeps the first alive does not keep the second."""
     plan = make([key("a", PieceLocation(0, 1, 0, 4, 0)), key("b", PieceLocation(0, 1, 4, 6, 0))])
     memory, (whole,) = lending(10)
-    a, b = (torch.from_numpy(one) for one in np.split(whole.numpy(), [4]))
+    a, b = (torch.from_numpy(item) for item in np.split(whole.numpy(), [4]))
     pieces = plan.shares[0].gather([a, b], memory, "server 0")
     assert places(pieces) == [(a.data_ptr(), 4), (b.data_ptr(), 6)]
 
@@ -251,7 +251,7 @@ def test_parts_of_a_key_are_lent_each_to_its_server() -> None:
     plan = make([key("big", PieceLocation(0, 1, 0, 4, 0), PieceLocation(1, 1, 0, 6, 4))])
     memory, (row,) = lending(10)
     memory.routes = ("server 0", "server 1")
-    found = [one.gather([row], memory, f"server {one.server}") for one in plan.shares]
+    found = [share.gather([row], memory, f"server {share.server}") for share in plan.shares]
     assert [places(pieces) for pieces in found] == [[(row.data_ptr(), 4)], [(row[4:].data_ptr(), 6)]]
 
 
@@ -280,9 +280,9 @@ def test_a_parameter_is_lent_as_well() -> None:
     memory, (a, b) = lending(4, 6)
     plan = make([key("a", PieceLocation(0, 1, 0, 4, 0)), key("b", PieceLocation(0, 1, 4, 6, 0))])
     for count, names in ((4, [a]), (10, [a, b])):
-        one = make(plan.keys[: len(names)]).shares[0]
+        item = make(plan.keys[: len(names)]).shares[0]
         with torch.no_grad():  # as the loop of a worker runs
-            (piece,) = one.gather([torch.nn.Parameter(row) for row in names], memory, "server 0")
+            (piece,) = item.gather([torch.nn.Parameter(row) for row in names], memory, "server 0")
             assert to_frame(piece).nbytes == 4 * count
         assert piece.data_ptr() == a.data_ptr()
 
@@ -407,25 +407,25 @@ class TestManySmallKeys:
 def test_a_plan_is_cut_into_shares_of_so_many_bytes() -> None:
     whole = neighbours()
     parts = cut(whole, 20).shares
-    assert [(one.server, one.chunk, one.blocks) for one in parts] == [
+    assert [(item.server, item.chunk, item.blocks) for item in parts] == [
         (0, 5, [(0, 5)]),
         (0, 5, [(5, 5)]),
         (0, 5, [(12, 3)]),
     ]
-    assert [one.payload_bytes for one in parts] == [20, 20, 12]
+    assert [item.payload_bytes for item in parts] == [20, 20, 12]
     rows = [torch.arange(3.0), torch.arange(4.0) + 10, torch.arange(6.0) + 20]
-    values = torch.cat([part for one in parts for part in one.gather(rows, PRIVATE, "server 0")])
+    values = torch.cat([part for item in parts for part in item.gather(rows, PRIVATE, "server 0")])
     assert values.tolist() == [10, 11, 12, 13, 20, 21, 22, 23, 24, 25, 0, 1, 2]
     found = [torch.zeros(3), torch.zeros(4), torch.zeros(6)]
-    for one in parts:
-        one.scatter(torch.cat(one.gather(rows, PRIVATE, "server 0")), found)
+    for item in parts:
+        item.scatter(torch.cat(item.gather(rows, PRIVATE, "server 0")), found)
     assert [row.tolist() for row in found] == [row.tolist() for row in rows]
 
 
 def test_shares_of_several_chunks_are_cut_one_by_one() -> None:
     plan = make([key("a", PieceLocation(0, 1, 0, 5, 0), PieceLocation(1, 2, 0, 3, 5), dtype="float64")])
     parts = cut(plan, 16).shares
-    assert [(one.server, one.chunk, one.blocks) for one in parts] == [
+    assert [(part.server, part.chunk, part.blocks) for part in parts] == [
         (0, 1, [(0, 2)]),
         (0, 1, [(2, 2)]),
         (0, 1, [(4, 1)]),
@@ -448,7 +448,7 @@ class TestProgress:
         assert plan.joint() is None
         (progress,) = plan.apart()
         progress.number = 5
-        assert [one.number for one in keys] == [5, 5, 5]
+        assert [key.number for key in keys] == [5, 5, 5]
         assert plan.joint() is progress
         assert plan.apart()[0] is progress
         assert plan.numbers() == (5,)
@@ -459,7 +459,7 @@ class TestProgress:
         (progress,) = plan.apart()
         progress.number = 5
         keys[0].number = 6
-        assert [one.number for one in keys] == [6, 5, 5]
+        assert [key.number for key in keys] == [6, 5, 5]
         assert plan.joint() is None
         assert list(plan.numbers()) == [6, 5, 5]
         assert len(plan.apart()) == 2
@@ -476,12 +476,12 @@ class TestProgress:
         (progress,) = part.apart()
         progress.applied = progress.number = 2
         progress.read(7)
-        assert [one.applied for one in keys] == [2, 2, 0, 0]
-        assert [one.others for one in keys] == [7, 7, None, None]
+        assert [key.applied for key in keys] == [2, 2, 0, 0]
+        assert [key.others for key in keys] == [7, 7, None, None]
         keys[3].read(1)
-        assert [one.others for one in keys] == [7, 7, None, 1]
+        assert [key.others for key in keys] == [7, 7, None, 1]
         part.refuse()
-        assert [one.is_refused for one in keys] == [True, True, False, False]
+        assert [key.is_refused for key in keys] == [True, True, False, False]
 
     def test_the_same_keys_in_another_order_have_the_same(self) -> None:
         keys = self.keys(3)

@@ -18,10 +18,10 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A worker of two servers, with one chunk of the big keys under way at once."""
     monkeypatch.setattr(connection, "UPLINK_BYTES", 1)
     monkeypatch.setattr(connection, "UPLINK_LEAST", 1)
-    one = Bench()
-    one.open()
-    one.init({name: torch.zeros(BIG) for name in ("first", "second", "third")})
-    return one
+    worker = Bench()
+    worker.open()
+    worker.init({name: torch.zeros(BIG) for name in ("first", "second", "third")})
+    return worker
 
 
 def order(bench: Bench) -> list[int]:
@@ -48,7 +48,7 @@ def test_two_pushes_of_one_key_keep_their_order(bench: Bench) -> None:
     bench.call(push({"first": torch.ones(BIG)}, priority=5))
     let_go(bench)
     for chunk in chunks(bench, "first"):
-        numbers = [one.runs[0].number for one in bench.sent(Push) if one.chunk == chunk]
+        numbers = [item.runs[0].number for item in bench.sent(Push) if item.chunk == chunk]
         assert numbers == [0, 1]
 
 

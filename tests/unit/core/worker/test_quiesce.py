@@ -25,87 +25,87 @@ def stores_of(rank: int = 0, mode: str = "sync", **numbers: int) -> dict[str, Wo
 
 
 def halted(known: dict[str, WorkerStore], cut: int = 1, **least: int) -> Quiesce:
-    one = Quiesce(known)
-    assert one.halt(Halt(cut, least), 100.0) == []
-    return one
+    quiesce = Quiesce(known)
+    assert quiesce.halt(Halt(cut, least), 100.0) == []
+    return quiesce
 
 
-def holds(one: Quiesce, known: dict[str, WorkerStore], *names: str) -> bool:
-    return one.holds(known["kv"], push(dict.fromkeys(names, ROW)))
+def holds(quiesce: Quiesce, known: dict[str, WorkerStore], *names: str) -> bool:
+    return quiesce.holds(known["kv"], push(dict.fromkeys(names, ROW)))
 
 
 @pytest.mark.spec("R130", "R131")
 def test_a_push_that_would_take_the_lead_further_ends_a_step() -> None:
     """As where a key came later than the others, and is always one push behind."""
     known = stores_of(a=4, late=3)
-    one = halted(known)
-    one.held.append(DeferredCall(7, push({"a": ROW}), 200.0))
-    assert one.stands(False)
+    quiesce = halted(known)
+    quiesce.held.append(DeferredCall(7, push({"a": ROW}), 200.0))
+    assert quiesce.stands(False)
 
 
 @pytest.mark.spec("R131")
 def test_so_does_a_script_that_waits_for_the_cut_itself() -> None:
     known = stores_of(a=4, late=3)
-    one = halted(known)
-    assert one.stands(is_at_rest=True)
-    one.halt(Halt(1, {"kv": 5}), 100.0)
-    assert not one.stands(is_at_rest=True), "others have gone further"
+    quiesce = halted(known)
+    assert quiesce.stands(is_at_rest=True)
+    quiesce.halt(Halt(1, {"kv": 5}), 100.0)
+    assert not quiesce.stands(is_at_rest=True), "others have gone further"
 
 
 @pytest.mark.spec("R131")
 def test_joined_worker_stands_however_far_the_others_go() -> None:
     known = stores_of(a=4, b=3)
     known["kv"].is_away = True
-    one = halted(known, kv=9)
-    assert one.stands(False)
-    assert one.numbers() == {}
+    quiesce = halted(known, kv=9)
+    assert quiesce.stands(False)
+    assert quiesce.numbers() == {}
 
 
 @pytest.mark.spec("R132")
 def test_an_order_of_a_cut_that_is_over_is_none() -> None:
     known = stores_of(a=3)
-    one = halted(known, cut=5)
-    one.held.append(DeferredCall(7, push({"a": ROW}), 200.0))
-    assert one.halt(Halt(4, {"kv": 9}), 100.0) == []
-    assert holds(one, known, "a")
-    assert [held.ticket for held in one.go_on()] == [7]
-    assert one.halt(Halt(5, {}), 100.0) == []
-    assert not one.is_shut
+    quiesce = halted(known, cut=5)
+    quiesce.held.append(DeferredCall(7, push({"a": ROW}), 200.0))
+    assert quiesce.halt(Halt(4, {"kv": 9}), 100.0) == []
+    assert holds(quiesce, known, "a")
+    assert [held.ticket for held in quiesce.go_on()] == [7]
+    assert quiesce.halt(Halt(5, {}), 100.0) == []
+    assert not quiesce.is_shut
 
 
 @pytest.mark.spec("R130")
 def test_where_pushes_are_applied_one_by_one_any_moment_will_do() -> None:
     known = stores_of(mode="async", a=4, b=3)
-    one = halted(known)
-    assert one.stands(False)
-    assert one.numbers() == {}
-    assert holds(one, known, "b")
+    quiesce = halted(known)
+    assert quiesce.stands(False)
+    assert quiesce.numbers() == {}
+    assert holds(quiesce, known, "b")
 
 
 def test_an_init_of_what_is_there_changes_nothing_and_goes_on() -> None:
     known = stores_of(a=3)
-    one = halted(known)
-    assert not one.holds(known["kv"], calls.Init("kv", (("a", spec(4)),), (ROW,)))
-    assert one.holds(known["kv"], calls.Init("kv", (("new", spec(4)),), (ROW,)))
+    quiesce = halted(known)
+    assert not quiesce.holds(known["kv"], calls.Init("kv", (("a", spec(4)),), (ROW,)))
+    assert quiesce.holds(known["kv"], calls.Init("kv", (("new", spec(4)),), (ROW,)))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_creation_of_a_table_is_held(rank: int) -> None:
     recipe = recipe_of("t", 1, "zeros", "sgd", 1, None, "float32", None)
     known = stores_of(rank, a=3)
-    one = halted(known)
-    assert one.holds(known["kv"], calls.MakeTable("kv", "new", recipe, rank))
-    assert not one.holds(known["kv"], calls.MakeTable("kv", "a", recipe, rank))
+    quiesce = halted(known)
+    assert quiesce.holds(known["kv"], calls.MakeTable("kv", "new", recipe, rank))
+    assert not quiesce.holds(known["kv"], calls.MakeTable("kv", "a", recipe, rank))
     rows = calls.PushTableRows("kv", ("a",), True, (), (), ())
-    assert one.holds(known["kv"], rows)
+    assert quiesce.holds(known["kv"], rows)
 
 
 def test_calls_keep_their_order() -> None:
     known = stores_of(a=3) | {"other": WorkerStore(opened("other"), 0, 1, 240.0)}
-    one = halted(known)
-    one.held.append(DeferredCall(7, push({"a": ROW}), 200.0))
-    assert one.holds(known["kv"], pull({"a": ROW}))
-    assert not one.holds(known["other"], calls.AskStatus("other"))
+    quiesce = halted(known)
+    quiesce.held.append(DeferredCall(7, push({"a": ROW}), 200.0))
+    assert quiesce.holds(known["kv"], pull({"a": ROW}))
+    assert not quiesce.holds(known["other"], calls.AskStatus("other"))
 
 
 def test_an_unknown_key_is_not_its_business() -> None:
@@ -117,23 +117,23 @@ class TestPatience:
     @pytest.mark.parametrize(("mode", "most"), [("sync", STAND_MAX_S), ("ssp", FREE_STAND_MAX_S)])
     def test_has_an_end(self, mode: str, most: float) -> None:
         known = stores_of(mode=mode, a=3)
-        one = halted(known)
-        assert one.deadline(200.0) == 100.0 + most
-        assert not one.is_impatient(200.0, 100.0 + most - 0.1)
-        assert one.stood
-        assert one.is_impatient(200.0, 100.0 + most)
-        one.break_off()
-        assert not one.is_impatient(200.0, 100.0 + most)
-        assert not one.stood
+        quiesce = halted(known)
+        assert quiesce.deadline(200.0) == 100.0 + most
+        assert not quiesce.is_impatient(200.0, 100.0 + most - 0.1)
+        assert quiesce.stood
+        assert quiesce.is_impatient(200.0, 100.0 + most)
+        quiesce.break_off()
+        assert not quiesce.is_impatient(200.0, 100.0 + most)
+        assert not quiesce.stood
 
     def test_is_short_with_a_scheduler_that_is_silent(self) -> None:
-        one = halted(stores_of(a=3))
-        assert one.deadline(101.0) == 101.0 + SILENCE_MAX_S
+        quiesce = halted(stores_of(a=3))
+        assert quiesce.deadline(101.0) == 101.0 + SILENCE_MAX_S
 
 
 class TestProceed:
     @pytest.mark.spec("R133")
     def test_nor_did_one_that_never_heard_of_the_cut(self) -> None:
-        one = halted(stores_of(a=3))
-        assert one.proceed(Proceed(2)) == (False, [])
-        assert one.proceed(Proceed(1)) == (False, [])  # an old one, said again
+        quiesce = halted(stores_of(a=3))
+        assert quiesce.proceed(Proceed(2)) == (False, [])
+        assert quiesce.proceed(Proceed(1)) == (False, [])  # an old one, said again

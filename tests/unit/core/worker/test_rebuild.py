@@ -44,9 +44,9 @@ def test_values_take_the_place_of_older_ones_that_they_cover() -> None:
 
 @pytest.mark.spec("R487")
 def test_loaded_values_are_kept_as_they_were() -> None:
-    kept, one = KeptValues(), key("a", 0)
+    kept, item = KeptValues(), key("a", 0)
     rows = [torch.tensor([1.0, 2.0])]
-    kept.keep_loaded(make([one]), rows, ANY, 3)
+    kept.keep_loaded(make([item]), rows, ANY, 3)
     rows[0].fill_(9.0)
     (found,) = kept.of(0)
     assert (found.broadcasts, found.runs) == (3, (Run(0, 2, 0),))

@@ -13,31 +13,31 @@ LIMIT_S = 40.0
 
 def waiting(limit_s: float = LIMIT_S) -> tuple[Bench, int]:
     """A worker that waits at a barrier of a store whose limit is 40 s."""
-    one = Bench(servers=1)
-    one.open(timeout_s=LIMIT_S)
-    return one, one.call(calls.StandAtBarrier("kv", None), limit_s)
+    worker = Bench(servers=1)
+    worker.open(timeout_s=LIMIT_S)
+    return worker, worker.call(calls.StandAtBarrier("kv", None), limit_s)
 
 
-def seconds_waited(one: Bench, ticket: int, *replayed: int) -> float:
+def seconds_waited(worker: Bench, ticket: int, *replayed: int) -> float:
     """Let the scheduler tell these numbers every 10 s, the last for ever; return when the call ends by a Timeout."""
-    began = one.now
+    began = worker.now
     numbers = iter(replayed)
     number = 0
-    while one.finish(ticket) is None:
+    while worker.finish(ticket) is None:
         number = next(numbers, number)
-        one.scheduler(Beat(0, replayed=number))
+        worker.scheduler(Beat(0, replayed=number))
         for _ in range(10):
-            one.wait(1.0)
+            worker.wait(1.0)
     with pytest.raises(Timeout):
-        raise one.error(ticket)
-    return one.now - began
+        raise worker.error(ticket)
+    return worker.now - began
 
 
 @pytest.mark.spec("R452")
 def test_limit_counts_from_the_last_step_that_a_replacement_passed_over() -> None:
-    one, ticket = waiting()
-    assert seconds_waited(one, ticket, 1, 2, 3, 4, 5, 5) == 40 + LIMIT_S
-    told = [effect for effect in one.effects if isinstance(effect, Note)]
+    worker, ticket = waiting()
+    assert seconds_waited(worker, ticket, 1, 2, 3, 4, 5, 5) == 40 + LIMIT_S
+    told = [effect for effect in worker.effects if isinstance(effect, Note)]
     assert ["replaces a lost worker" in note.text for note in told].count(True) == 1
 
 
@@ -45,25 +45,25 @@ def test_limit_counts_from_the_last_step_that_a_replacement_passed_over() -> Non
 @pytest.mark.parametrize(("limit_s", "replayed"), [(LIMIT_S, ()), (LIMIT_S, (0, 0, 0)), (10.0, (1, 2, 3))])
 def test_other_limits_hold(limit_s: float, replayed: tuple[int, ...]) -> None:
     """Where nobody replays, and where the user gave a call less time than the store's."""
-    one, ticket = waiting(limit_s)
-    assert seconds_waited(one, ticket, *replayed) == limit_s
+    worker, ticket = waiting(limit_s)
+    assert seconds_waited(worker, ticket, *replayed) == limit_s
 
 
 @pytest.mark.spec("R452")
 def test_a_call_that_was_put_off_ends_well() -> None:
-    one, ticket = waiting()
+    worker, ticket = waiting()
     for number in range(1, 7):
-        one.scheduler(Beat(0, replayed=number))
+        worker.scheduler(Beat(0, replayed=number))
         for _ in range(10):
-            one.wait(1.0)
-    one.scheduler(Beat(0))
-    one.scheduler(Released(one.seqs(Barrier)[-1]))
-    assert one.is_done(ticket)
+            worker.wait(1.0)
+    worker.scheduler(Beat(0))
+    worker.scheduler(Released(worker.seqs(Barrier)[-1]))
+    assert worker.is_done(ticket)
 
 
 @pytest.mark.spec("R452")
 def test_a_call_that_is_made_again_behind_its_timeout_has_its_new_limit() -> None:
-    one, ticket = waiting()
-    assert seconds_waited(one, ticket) == LIMIT_S
-    again = one.call(calls.StandAtBarrier("kv", None), 2 * LIMIT_S)
-    assert seconds_waited(one, again, 1, 2, 3) == 20 + 2 * LIMIT_S
+    worker, ticket = waiting()
+    assert seconds_waited(worker, ticket) == LIMIT_S
+    again = worker.call(calls.StandAtBarrier("kv", None), 2 * LIMIT_S)
+    assert seconds_waited(worker, again, 1, 2, 3) == 20 + 2 * LIMIT_S

@@ -112,49 +112,49 @@ NEXT = member(Node(Role.SERVER, 0), incarnation=5, endpoint="tcp://q:1")
 
 def pushing() -> tuple[Bench, int]:
     """Return a worker whose push server 0 has taken in, and a call that waits for server 0's answer."""
-    one = Bench(servers=1, replicas=1)
-    one.open()
-    one.init({"w": torch.tensor([1.0, 2.0])})
-    first = one.call(push({"w": torch.tensor([3.0, 4.0])}))
-    one.ack(0, one.seqs(p.Push, 0)[-1])
-    assert one.is_done(first)
-    return one, one.call(push({"w": torch.tensor([5.0, 6.0])}))
+    worker = Bench(servers=1, replicas=1)
+    worker.open()
+    worker.init({"w": torch.tensor([1.0, 2.0])})
+    first = worker.call(push({"w": torch.tensor([3.0, 4.0])}))
+    worker.ack(0, worker.seqs(p.Push, 0)[-1])
+    assert worker.is_done(first)
+    return worker, worker.call(push({"w": torch.tensor([5.0, 6.0])}))
 
 
 @pytest.mark.spec("R499", "R500")
 def test_a_promoted_standby_is_sent_again_what_was_taken_in() -> None:
-    one, call = pushing()
-    over = one.call(pull({"w": torch.zeros(2)}), 1.0)
-    one.view(NEXT)
-    one.wait(1.5)
-    assert isinstance(one.error(over), Timeout)
-    before, pulls = len(one.sends(p.Push)), len(one.sends(p.Pull))
-    one.server(0, p.Welcome(0, 1, 2, 1, promoted=True), life=5)
-    assert len(one.sends(p.Pull)) == pulls, "nobody waits for it"
-    again = one.sends(p.Push)[before:]
+    worker, call = pushing()
+    over = worker.call(pull({"w": torch.zeros(2)}), 1.0)
+    worker.view(NEXT)
+    worker.wait(1.5)
+    assert isinstance(worker.error(over), Timeout)
+    before, pulls = len(worker.sends(p.Push)), len(worker.sends(p.Pull))
+    worker.server(0, p.Welcome(0, 1, 2, 1, promoted=True), life=5)
+    assert len(worker.sends(p.Pull)) == pulls, "nobody waits for it"
+    again = worker.sends(p.Push)[before:]
     assert [send.packet.message.runs[0].number for send in again] == [0, 1]  # type: ignore[attr-defined]
     for send in again:
-        one.server(0, p.Ack((p.Receipt(send.packet.envelope.seq, 0),)), life=5)
-    assert one.is_done(call)
+        worker.server(0, p.Ack((p.Receipt(send.packet.envelope.seq, 0),)), life=5)
+    assert worker.is_done(call)
 
 
 @pytest.mark.spec("R500")
 @pytest.mark.parametrize("welcomes", [1, 2])
 def test_an_empty_server_in_the_place_of_another_is_a_loss(welcomes: int) -> None:
-    one, call = pushing()
-    one.view(NEXT)
-    assert one.finish(call) is None, "it may have been the standby"
+    worker, call = pushing()
+    worker.view(NEXT)
+    assert worker.finish(call) is None, "it may have been the standby"
     for _ in range(welcomes):
-        one.server(0, p.Welcome(0, 1, 2, 1), life=5)
-    error = one.error(call)
+        worker.server(0, p.Welcome(0, 1, 2, 1), life=5)
+    error = worker.error(call)
     assert isinstance(error, ServerLost)
     assert "has replaced the server that this worker used, and is empty" in str(error)
-    assert isinstance(one.error(one.call(push({"w": torch.tensor([5.0, 6.0])}))), ServerLost)
+    assert isinstance(worker.error(worker.call(push({"w": torch.tensor([5.0, 6.0])}))), ServerLost)
 
 
 @pytest.mark.spec("R499")
 def test_pushes_of_before_a_rollback_are_not_sent_again() -> None:
-    one, _ = pushing()
-    one.view(phase="returning", epoch=1)
-    assert one.core.table.kept is not None
-    assert not list(one.core.table.kept.take(0))
+    worker, _ = pushing()
+    worker.view(phase="returning", epoch=1)
+    assert worker.core.table.kept is not None
+    assert not list(worker.core.table.kept.take(0))

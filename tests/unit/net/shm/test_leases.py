@@ -31,14 +31,14 @@ class Memory:
 def give(given: Lent, count: int = 1) -> list[Memory]:
     """Lend so many things; they have the next numbers."""
     made = [Memory() for _ in range(count)]
-    for one in made:
-        given.give(object(), one)
+    for item in made:
+        given.give(object(), item)
     return made
 
 
 def take(taken: Borrowed, *numbers: int) -> list[Lease]:
     found = [taken.take(number) for number in numbers]
-    return [one for one in found if one is not None]
+    return [item for item in found if item is not None]
 
 
 # --- given --------------------------------------------------------------------------------------
@@ -53,9 +53,9 @@ def test_numbers_count_from_1() -> None:
 @pytest.mark.spec("R86")
 def test_a_release_ends_what_it_does_not_name() -> None:
     given = Lent()
-    one, two, three, four = give(given, 4)
+    first, two, three, four = give(given, 4)
     given.release(Release(4, (2,)))
-    assert [one.is_held, two.is_held, three.is_held, four.is_held] == [False, True, False, True]
+    assert [first.is_held, two.is_held, three.is_held, four.is_held] == [False, True, False, True]
     given.release(Release(4, ()))
     assert not two.is_held
     assert len(given) == 1
@@ -68,7 +68,7 @@ def test_a_release_that_comes_again_or_late_changes_nothing() -> None:
     given.release(Release(5, (3, 4)))
     for again in (Release(5, (3, 4)), Release(3, (1,)), Release(0, ()), Release(1, ())):
         given.release(again)
-        assert [one.is_held for one in made] == [False, False, True, True]
+        assert [item.is_held for item in made] == [False, False, True, True]
 
 
 def test_a_release_of_what_was_never_given() -> None:
@@ -100,7 +100,7 @@ def test_the_end_of_a_reader_ends_its_leases() -> None:
     given.release(Release(2, ()))
     given.end()
     given.end()
-    assert not any(one.is_held for one in made)
+    assert not any(item.is_held for item in made)
     assert len(given) == 0
 
 
@@ -189,10 +189,10 @@ def page() -> memoryview:
 
 def test_the_end_of_the_lowest_ends_no_other() -> None:
     given = Lent()
-    one, two, three = give(given, 3)
+    first, two, three = give(given, 3)
     given.release_below(0)
     given.release_below(3)
-    assert [one.is_held, two.is_held, three.is_held] == [False, False, True]
+    assert [first.is_held, two.is_held, three.is_held] == [False, False, True]
     given.release_below(9)
     given.release_below(9)
     assert len(given) == 0
@@ -340,7 +340,7 @@ class Reading(RuleBasedStateMachine):
         while (message := self.taken.release()) is not None:
             self.given.release(message)
         assert len(self.given) == 0
-        assert not any(one.is_held for one in (*self.lent.values(), memory))
+        assert not any(item.is_held for item in (*self.lent.values(), memory))
 
 
 def limited(machine: type[Reading]) -> Callable[[], None]:

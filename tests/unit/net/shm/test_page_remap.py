@@ -38,12 +38,12 @@ class Lent:
 def lent() -> Iterator[list[Lent]]:
     found = [Lent(), Lent()]
     yield found
-    for one in found:
-        one.segment.close()
+    for item in found:
+        item.segment.close()
 
 
 def stitches(lent: list[Lent]) -> PageRemapper:
-    return PageRemapper(lambda: [one.mapping for one in lent])
+    return PageRemapper(lambda: [item.mapping for item in lent])
 
 
 def numbers(block: Block | None) -> list[int]:
@@ -76,15 +76,15 @@ def test_nothing_is_copied(lent: list[Lent]) -> None:
 
 def test_the_same_arrangement_is_mapped_once(lent: list[Lent]) -> None:
     first, second = lent
-    one, ranges = stitches(lent), (first.put(1), second.put(2))
-    block = one.beside(ranges, None)
+    page_remapper, ranges = stitches(lent), (first.put(1), second.put(2))
+    block = page_remapper.beside(ranges, None)
     before = mapped()
-    again = one.beside(ranges, None)
+    again = page_remapper.beside(ranges, None)
     assert mapped() == before
     assert block is not None
     assert again is not None
     assert again.ctypes.data == block.ctypes.data
-    other = one.beside(ranges[::-1], None)
+    other = page_remapper.beside(ranges[::-1], None)
     assert numbers(other) == [2, 1]
     assert mapped() == before + 2
 
@@ -97,8 +97,8 @@ def test_lease_lives_as_long_as_a_view(lent: list[Lent]) -> None:
             Lease.ended = True
 
     first, second = lent
-    one = stitches(lent)
-    block = one.beside((first.put(1), second.put(2)), Lease())
+    page_remapper = stitches(lent)
+    block = page_remapper.beside((first.put(1), second.put(2)), Lease())
     assert block is not None
     view = block[10:20]
     del block
@@ -111,16 +111,18 @@ def test_lease_lives_as_long_as_a_view(lent: list[Lent]) -> None:
 
 def test_unmappable_ranges_are_not_mapped_side_by_side(lent: list[Lent]) -> None:
     first, second = lent
-    one = stitches(lent)
+    page_remapper = stitches(lent)
     address, size_bytes = first.put(1, 2)
     other = second.put(3)
     own = np.zeros(PAGE_BYTES, np.uint8)
-    assert one.beside(((address + 64, PAGE_BYTES), other), None) is None  # begins within a page
-    assert one.beside(((address, PAGE_BYTES + 64), other), None) is None  # ends within one
-    assert one.beside(((own.ctypes.data, PAGE_BYTES), other), None) is None  # is nobody's
+    assert page_remapper.beside(((address + 64, PAGE_BYTES), other), None) is None  # begins within a page
+    assert page_remapper.beside(((address, PAGE_BYTES + 64), other), None) is None  # ends within one
+    assert page_remapper.beside(((own.ctypes.data, PAGE_BYTES), other), None) is None  # is nobody's
     beyond = PAGES * PAGE_BYTES
-    assert one.beside(((first.mapping.address, beyond + 1), other), None) is None  # is not all there
-    assert numbers(one.beside(((address, size_bytes), other), None)) == [1, 2, 3]
+    assert (
+        page_remapper.beside(((first.mapping.address, beyond + 1), other), None) is None
+    )  # is not all there
+    assert numbers(page_remapper.beside(((address, size_bytes), other), None)) == [1, 2, 3]
 
 
 def test_not_if_its_owner_is_gone(lent: list[Lent]) -> None:
@@ -135,23 +137,23 @@ def test_not_if_its_owner_is_gone(lent: list[Lent]) -> None:
 def test_a_view_outlives_its_owner_and_the_stitches(lent: list[Lent]) -> None:
     first, second = lent
     block = stitches(lent).beside((first.put(1), second.put(2)), None)
-    for one in lent:
-        one.segment.close()
-        one.blocks.clear()
+    for item in lent:
+        item.segment.close()
+        item.blocks.clear()
     assert numbers(block) == [1, 2]
 
 
 def test_pages_of_those_who_are_gone_are_not_kept() -> None:
     """Also if another has come in the place of one."""
     lent = [Lent(), Lent()]
-    one = stitches(lent)
+    page_remapper = stitches(lent)
     ranges = tuple([each.put(1) for each in lent])
     before = mapped()
-    assert one.beside(ranges, None) is not None
+    assert page_remapper.beside(ranges, None) is not None
     assert mapped() == before + 2
     gone, lent[0] = lent[0], Lent()
     before = mapped()
-    assert one.beside(((0, PAGE_BYTES), ranges[1]), None) is None
+    assert page_remapper.beside(((0, PAGE_BYTES), ranges[1]), None) is None
     assert mapped() == before - 2
     for each in (gone, *lent):
         each.segment.close()
@@ -160,13 +162,13 @@ def test_pages_of_those_who_are_gone_are_not_kept() -> None:
 def test_few_places_are_kept(lent: list[Lent], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_remap, "KEPT_MAX", 5)
     first, second = lent
-    one = stitches(lent)
+    page_remapper = stitches(lent)
     ranges = (first.put(1), second.put(2), first.put(3))
     before = mapped()
     for pair in ((0, 1), (1, 2)):
-        one.beside(tuple([ranges[at] for at in pair]), None)
+        page_remapper.beside(tuple([ranges[at] for at in pair]), None)
     assert mapped() == before + 4
-    assert numbers(one.beside(ranges, None)) == [1, 2, 3]
+    assert numbers(page_remapper.beside(ranges, None)) == [1, 2, 3]
     assert mapped() <= before + 3
 
 

@@ -31,9 +31,9 @@ PAGES = 64
 
 @pytest.fixture
 def segment() -> Iterator[Segment]:
-    one = Segment(PAGES * PAGE_BYTES)
-    yield one
-    one.close()
+    item = Segment(PAGES * PAGE_BYTES)
+    yield item
+    item.close()
 
 
 def take(segment: Segment, size_bytes: int) -> Block:
@@ -53,8 +53,8 @@ def start_of(segment: Segment, block: Block) -> int:
 
 def test_blocks_are_whole_pages_and_never_the_first(segment: Segment) -> None:
     blocks = [take(segment, size) for size in (1, PAGE_BYTES, PAGE_BYTES + 1, 5 * PAGE_BYTES)]
-    assert [len(one) for one in blocks] == [1, PAGE_BYTES, PAGE_BYTES + 1, 5 * PAGE_BYTES]
-    starts = [start_of(segment, one) for one in blocks]
+    assert [len(block) for block in blocks] == [1, PAGE_BYTES, PAGE_BYTES + 1, 5 * PAGE_BYTES]
+    starts = [start_of(segment, block) for block in blocks]
     assert starts == [PAGE_BYTES * page for page in (1, 2, 3, 5)]
 
 
@@ -163,15 +163,15 @@ def test_threads_take_and_drop() -> None:
                 block[:] = mark
                 held.append(block)
             if len(held) > 3:
-                one = held.pop(turn % 3)
-                torn.extend(int(x) for x in one[one != mark][:1])
-        torn.extend(int(x) for one in held for x in one[one != mark][:1])
+                item = held.pop(turn % 3)
+                torn.extend(int(x) for x in item[item != mark][:1])
+        torn.extend(int(x) for item in held for x in item[item != mark][:1])
 
     threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 5)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert not torn
     whole = segment.take(segment.size_bytes - PAGE_BYTES)
     assert whole is not None, "all of it came back"
@@ -234,7 +234,7 @@ class Taking(RuleBasedStateMachine):
 
     @invariant()
     def blocks_lie_apart(self) -> None:
-        ranges = sorted((start_of(self.segment, one), len(one)) for one, _ in self.taken)
+        ranges = sorted((start_of(self.segment, item), len(item)) for item, _ in self.taken)
         last = PAGE_BYTES
         for start, size in ranges:
             assert start % PAGE_BYTES == 0
@@ -468,10 +468,10 @@ def test_an_offer_of_another_user(segment: Segment, monkeypatch: pytest.MonkeyPa
 
 def test_no_two_segments_have_a_nonce() -> None:
     made = [Segment(MIB) for _ in range(8)]
-    assert len({one.nonce for one in made}) == 8
-    assert all(0 <= one.nonce < 2**63 for one in made)
-    for one in made:
-        one.close()
+    assert len({item.nonce for item in made}) == 8
+    assert all(0 <= item.nonce < 2**63 for item in made)
+    for item in made:
+        item.close()
 
 
 # --- where there is none --------------------------------------------------------------------------

@@ -93,7 +93,10 @@ class Process:
             self.heard += arrivals
         except ProtocolError as error:
             self.refused.append(str(error))
-        return [one if isinstance(one, Disconnected) else one.message for _, one in self.heard[before:]]
+        return [
+            packet if isinstance(packet, Disconnected) else packet.message
+            for _, packet in self.heard[before:]
+        ]
 
     def idle(self) -> None:
         """Have nothing to do for a moment: what was given back is told."""
@@ -122,9 +125,9 @@ class Process:
 @pytest.fixture
 def network() -> Iterator[MemoryNetwork]:
     yield MemoryNetwork()
-    for one in SEGMENTS:
-        if one is not None:
-            one.close()
+    for item in SEGMENTS:
+        if item is not None:
+            item.close()
     SEGMENTS.clear()
 
 
@@ -163,8 +166,8 @@ def greet(server: Process, worker: Process, name: str = "server 0", is_near: boo
 def settle(*processes: Process) -> None:
     """Let them say what they have to say to one another."""
     for _ in range(4):
-        for one in processes:
-            one.listen()
+        for process in processes:
+            process.listen()
 
 
 def pair(network: MemoryNetwork) -> tuple[Process, Process, Route]:
@@ -180,14 +183,14 @@ def test_the_one_who_connected_offers_and_both_map(network: MemoryNetwork, carri
     server, worker, route = pair(network)
     assert server.segment
     assert worker.segment
-    assert [(one.envelope.role, one.message) for one in carried[2:]] == [
+    assert [(packet.envelope.role, packet.message) for packet in carried[2:]] == [
         (Role.WORKER, worker.segment.offer),
         (Role.SERVER, server.segment.offer),
         (Role.SERVER, m.Taken(worker.segment.nonce, True, postings=True)),
         (Role.WORKER, m.Taken(server.segment.nonce, True, postings=True)),
     ]
-    assert all(one.envelope.seq == 0 for one in carried[2:])
-    assert [type(one) for one in server.listen() + worker.listen()] == [], "no core hears of it"
+    assert all(packet.envelope.seq == 0 for packet in carried[2:])
+    assert [type(item) for item in server.listen() + worker.listen()] == [], "no core hears of it"
     assert worker.segment.readers == {"server 0"}
     assert server.segment.readers == {route}
     assert worker.segment.is_read
@@ -198,13 +201,13 @@ def test_the_one_who_connected_offers_and_both_map(network: MemoryNetwork, carri
 def test_nothing_is_offered_to_a_scheduler(network: MemoryNetwork, carried: list[Packet]) -> None:
     scheduler, worker = Process(network, SERVER, "mem://s"), Process(network, WORKER)
     greet(scheduler, worker, "scheduler")
-    assert [type(one.message) for one in carried] == [m.Hello, m.Welcome]
+    assert [type(packet.message) for packet in carried] == [m.Hello, m.Welcome]
 
 
 def test_nothing_is_offered_to_another_machine(network: MemoryNetwork, carried: list[Packet]) -> None:
     server, worker = Process(network, SERVER, "mem://s"), Process(network, WORKER)
     greet(server, worker, is_near=False)
-    assert [type(one.message) for one in carried] == [m.Hello, m.Welcome]
+    assert [type(packet.message) for packet in carried] == [m.Hello, m.Welcome]
     assert worker.transport.mappings == []
 
 
@@ -234,14 +237,14 @@ def test_payload_travels_by_reference_both_ways(network: MemoryNetwork, carried:
     server, worker, route = pair(network)
     assert server.segment
     assert worker.segment
-    for one, to, other in ((worker, "server 0", server), (server, route, worker)):
-        block = one.take(SHARE_MIN_BYTES)
+    for item, to, other in ((worker, "server 0", server), (server, route, worker)):
+        block = item.take(SHARE_MIN_BYTES)
         block[:] = 5
-        one.say(to, push(SHARE_MIN_BYTES), block.data)
-        assert one.segment
-        offset = one.segment.offset_of(block.data)
+        item.say(to, push(SHARE_MIN_BYTES), block.data)
+        assert item.segment
+        offset = item.segment.offset_of(block.data)
         assert carried[-1].payload == ()
-        assert carried[-1].loans == (Loan(one.segment.nonce, 1, offset or 0, SHARE_MIN_BYTES),)
+        assert carried[-1].loans == (Loan(item.segment.nonce, 1, offset or 0, SHARE_MIN_BYTES),)
         assert other.listen() == [push(SHARE_MIN_BYTES)]
         (frame,) = other.payload()
         assert bytes(frame) == bytes(block)
@@ -255,9 +258,9 @@ def test_payload_may_lie_in_several_places(network: MemoryNetwork) -> None:
     blocks = [worker.take(size) for size in (PAGE_BYTES, 100, PAGE_BYTES)]
     for mark, block in enumerate(blocks):
         block[:] = mark
-    worker.say("server 0", push(2 * PAGE_BYTES + 100), *[one.data for one in blocks])
+    worker.say("server 0", push(2 * PAGE_BYTES + 100), *[field.data for field in blocks])
     server.listen()
-    assert [bytes(one) for one in server.payload()] == [bytes(one) for one in blocks]
+    assert [bytes(frame) for frame in server.payload()] == [bytes(item) for item in blocks]
 
 
 FRAMES: dict[str, Callable[[Process], Sequence[memoryview]]] = {
@@ -278,10 +281,10 @@ def test_payload_that_cannot_be_lent_travels_in_a_single_frame(
 ) -> None:
     server, worker, _ = pair(network)
     payload = FRAMES[which](worker)
-    size = sum(one.nbytes for one in payload)
+    size = sum(frame.nbytes for frame in payload)
     worker.say("server 0", push(size), *payload)
     assert carried[-1].loans == ()
-    assert [one.nbytes for one in carried[-1].payload] == [size]
+    assert [frame.nbytes for frame in carried[-1].payload] == [size]
     assert server.listen() == [push(size)]
     assert bytes(server.payload()[0]) == b"".join(payload)
 
@@ -292,7 +295,7 @@ def test_a_message_of_several_frames_keeps_them(network: MemoryNetwork) -> None:
     payload = [memoryview(b"abc"), memoryview(bytes(5000))]
     worker.say("server 0", state, *payload)
     assert server.listen() == [state]
-    assert [bytes(one) for one in server.payload()] == [bytes(one) for one in payload]
+    assert [bytes(frame) for frame in server.payload()] == [bytes(frame) for frame in payload]
 
 
 # --- giving back ----------------------------------------------------------------------------------
@@ -315,7 +318,7 @@ def test_memory_is_held_until_the_reader_drops_it(network: MemoryNetwork) -> Non
     server.idle()
     worker.listen()
     assert not hold.is_held
-    taken = {worker.segment.offset_of(one.data) for one in [worker.take(PAGE_BYTES)] * 2}
+    taken = {worker.segment.offset_of(field.data) for field in [worker.take(PAGE_BYTES)] * 2}
     assert start in taken
 
 
@@ -330,11 +333,11 @@ def test_leases_are_returned_without_a_packet(network: MemoryNetwork, carried: l
     server.listen()
     server.forget()
     server.idle()
-    assert all(one.is_held for one in holds)
+    assert all(item.is_held for item in holds)
     server.say(route, m.Done(0))
     seen: list[bool] = []
     for _ in worker.transport.poll(0.0):
-        seen += [one.is_held for one in holds[:2]]
+        seen += [item.is_held for item in holds[:2]]
     assert seen == [False, False]
     worker.say("server 0", push(PAGE_BYTES), worker.take(PAGE_BYTES).data, hold=holds[2])
     server.listen()
@@ -342,7 +345,7 @@ def test_leases_are_returned_without_a_packet(network: MemoryNetwork, carried: l
     server.idle()
     worker.idle()
     assert not holds[2].is_held
-    assert [type(one.message) for one in carried[before:]] == [m.Push, m.Push, m.Done, m.Push]
+    assert [type(packet.message) for packet in carried[before:]] == [m.Push, m.Push, m.Done, m.Push]
 
 
 @pytest.mark.spec("R260")
@@ -375,11 +378,11 @@ def test_release_that_a_posting_cannot_hold_travels_as_a_message(
     server.idle()
     assert carried[-1].message == m.Release(4, (1, 3))
     worker.listen()
-    assert [one.is_held for one in holds] == [True, False, True]
+    assert [item.is_held for item in holds] == [True, False, True]
     server.forget()
     server.idle()
     worker.idle()
-    assert not any(one.is_held for one in holds)
+    assert not any(item.is_held for item in holds)
     assert carried[-1].message == m.Release(4, (1, 3)), "the end was posted"
 
 
@@ -392,7 +395,7 @@ def test_a_busy_reader_tells_of_several_at_once(network: MemoryNetwork, carried:
         worker.say("server 0", push(PAGE_BYTES), block.data)
         server.listen()
         server.forget()
-        assert not any(isinstance(one.message, m.Release) for one in carried), count
+        assert not any(isinstance(packet.message, m.Release) for packet in carried), count
     worker.say("server 0", push(PAGE_BYTES), block.data)
     server.listen()
     assert carried[-1].message == m.Release(transport.RELEASE_EVERY + 1, ())
@@ -414,13 +417,13 @@ def test_lost_packets_hold_memory_until_the_next(network: MemoryNetwork) -> None
     server.idle()
     network.filter = lambda packet: 1
     worker.listen()
-    assert all(one.is_held for one in holds)
+    assert all(hold.is_held for hold in holds)
     worker.say("server 0", push(PAGE_BYTES), block.data, hold=holds[2])
     server.listen()
     server.forget()
     server.idle()
     worker.listen()
-    assert not any(one.is_held for one in holds)
+    assert not any(hold.is_held for hold in holds)
 
 
 @pytest.mark.spec("R87")
@@ -598,7 +601,7 @@ def answers(network: MemoryNetwork, carried: list[Packet], offer: m.Offer) -> li
     before = len(carried)
     worker.say("server 0", offer)
     settle(server, worker)
-    return [one.message for one in carried[before + 1 :]]
+    return [packet.message for packet in carried[before + 1 :]]
 
 
 @pytest.mark.spec("R79", "R82", "R90")
@@ -610,7 +613,7 @@ def test_unmappable_segment_is_answered_and_warned_of_once(
     assert isinstance(answer, m.Taken)
     assert (answer.nonce, answer.mapped) == (17, False)
     assert "cannot be opened" in answer.reason
-    assert [one.message for one in caplog.records] == [
+    assert [record.message for record in caplog.records] == [
         f"values travel in frames, not in shared memory: worker 3: {answer.reason}"
     ]
 
@@ -625,7 +628,7 @@ def test_the_other_end_warns_once_and_sends_frames(
         route = greet(server, worker)
         server.say(route, WELCOME)
         settle(worker, server)
-    assert [one.message for one in caplog.records] == [
+    assert [record.message for record in caplog.records] == [
         "values travel in frames, not in shared memory: server 0 cannot read our memory: it will not"
     ]
     assert worker.segment
@@ -660,7 +663,7 @@ def test_connecting_process_that_demands_shared_memory_ends_with_the_reason(
     with pytest.raises(Demanded, match=says) if insists == "worker" else nullcontext():
         greet(server, worker)
     if insists == "server":  # anybody may come to it, and offer nonsense
-        assert any("as the test wants it" in one for one in caplog.messages)
+        assert any("as the test wants it" in message for message in caplog.messages)
 
 
 @pytest.mark.spec("R200")
@@ -736,7 +739,7 @@ class Lone:
 
     def arrive(self, route: Route, packet: Packet | Disconnected) -> list[Packet]:
         self.inner.arrivals.append((route, packet))
-        return [one for _, one in self.transport.poll(0.0) if isinstance(one, Packet)]
+        return [item for _, item in self.transport.poll(0.0) if isinstance(item, Packet)]
 
     def share(self) -> None:
         """Agree with the peer."""
@@ -751,10 +754,10 @@ class Lone:
 
 @pytest.fixture
 def lone() -> Iterator[Lone]:
-    one = Lone()
-    yield one
-    one.segment.close()
-    one.peers.close()
+    item = Lone()
+    yield item
+    item.segment.close()
+    item.peers.close()
 
 
 @pytest.mark.spec("R77")
@@ -861,7 +864,7 @@ def test_where_nothing_is_shared_nothing_is_said_of_it() -> None:
     alone.send("server 0", Packet(WORKER, HELLO), None)
     for message in (WELCOME, m.Taken(1, True), m.Taken(1, False, "no"), m.Release(1, ())):
         inner.arrivals.append(("server 0", Packet(SERVER, message)))
-    assert [one.message for _, one in alone.poll(2.0) if isinstance(one, Packet)] == [WELCOME]
+    assert [packet.message for _, packet in alone.poll(2.0) if isinstance(packet, Packet)] == [WELCOME]
     assert inner.messages == [HELLO]
     inner.arrivals.append(("server 0", DROPPED))
     assert list(alone.poll(None)) == [("server 0", DROPPED)]
@@ -960,15 +963,15 @@ def test_another_thread_wakes_it(network: MemoryNetwork) -> None:
 def lend(stage: ServerStage, rank: int, values: list[torch.Tensor], seq: int) -> list[Message]:
     """Let ``rank`` push ``values`` of key "a" as loans, and ask for what comes of it."""
     (piece,) = stage.pieces["a"]
-    sizes = [one.nbytes for one in values]
+    sizes = [value.nbytes for value in values]
     message = m.Push(piece.chunk, 1, (rank,), 1.0, True, (m.Run(piece.start, piece.size, 0),))
     packet = Packet(
         Envelope(stage.job, stage.view, Role.WORKER, rank, stage.seats[rank].incarnation, seq),
         message,
-        tuple([to_frame(one) for one in values]),
+        tuple([to_frame(value) for value in values]),
         tuple([Loan(1, seq, PAGE_BYTES, size) for size in sizes]),
     )
-    return [one.message for one in stage.take(stage.server.on_packet(b"w%d" % rank, packet, stage.now))]
+    return [item.message for item in stage.take(stage.server.on_packet(b"w%d" % rank, packet, stage.now))]
 
 
 @pytest.mark.spec("R91")
@@ -980,9 +983,9 @@ def test_a_lent_pushpull_is_answered_and_not_acknowledged() -> None:
     assert lend(stage, 0, first, 50) == []
     (probed,) = stage.say(0, m.Probe((50,)))
     assert isinstance(probed.message, m.Probed)
-    assert [one.seq for one in probed.message.pending] == [50]
+    assert [request.seq for request in probed.message.pending] == [50]
     answers = lend(stage, 1, [torch.ones(3)], 50)
-    assert [type(one) for one in answers] == [m.Pulled, m.Pulled]
+    assert [type(answer) for answer in answers] == [m.Pulled, m.Pulled]
     assert stage.values("a") == [2.0, 3.0, 4.0]
     assert first[0].tolist() + first[1].tolist() == [1, 2, 3], "what is lent is only read"
 
@@ -1007,16 +1010,16 @@ def test_chunks_of_other_sizes_are_refused(chunk_bytes: int) -> None:
 @pytest.mark.spec("R83")
 def test_two_neighbours_lend_along_both_of_their_connections(network: MemoryNetwork) -> None:
     """Each has opened one to the other, since each leads some chunks."""
-    one = Process(network, WORKER, "mem://one")
+    process = Process(network, WORKER, "mem://one")
     other = Process(network, WORKER._replace(rank=4), "mem://other")
-    to_other = greet(one, other, "worker 3")
-    to_one = greet(other, one, "worker 4")
-    assert one.segment
+    to_other = greet(process, other, "worker 3")
+    to_one = greet(other, process, "worker 4")
+    assert process.segment
     assert other.segment
-    assert one.segment.readers == {to_other, "worker 4"}
+    assert process.segment.readers == {to_other, "worker 4"}
     assert other.segment.readers == {to_one, "worker 3"}
     for route in ("worker 4", to_other, "worker 4"):
-        one.say(route, push(PAGE_BYTES), one.take(PAGE_BYTES).data)
+        process.say(route, push(PAGE_BYTES), process.take(PAGE_BYTES).data)
         other.listen()
         packet = other.heard[-1][1]
         assert isinstance(packet, Packet)

@@ -33,9 +33,9 @@ def opened(seal: AesSeal, piece: memoryview) -> bytes:
 @pytest.mark.spec("R455")
 def test_pieces_open_in_their_order_and_keys_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seals, "PIECES_OF_KEY", 4)
-    one, other = AesSeal(SECRET, TO_SERVER), AesSeal(SECRET, TO_SERVER)
+    aes_seal, other = AesSeal(SECRET, TO_SERVER), AesSeal(SECRET, TO_SERVER)
     pieces = [os.urandom(size) for size in (0, 1, 100, 5000, 7, 7, 7, 7, 7, 7)]
-    on_the_way = [sealed(one, piece) for piece in pieces]
+    on_the_way = [sealed(aes_seal, piece) for piece in pieces]
     assert [opened(other, piece) for piece in on_the_way] == pieces
     assert len({bytes(piece) for piece in on_the_way}) == len(pieces)
 
@@ -43,8 +43,8 @@ def test_pieces_open_in_their_order_and_keys_change(monkeypatch: pytest.MonkeyPa
 @pytest.mark.spec("R455")
 @pytest.mark.parametrize("harm", ["changed", "cut", "again", "later", "other way", "other secret"])
 def test_a_piece_opens_in_its_place_only(harm: str) -> None:
-    one, other = AesSeal(SECRET, TO_SERVER), AesSeal(SECRET, TO_SERVER)
-    first, second = sealed(one, b"first"), sealed(one, b"second")
+    aes_seal, other = AesSeal(SECRET, TO_SERVER), AesSeal(SECRET, TO_SERVER)
+    first, second = sealed(aes_seal, b"first"), sealed(aes_seal, b"second")
     if harm == "changed":
         first[2] ^= 1
     elif harm == "cut":
@@ -64,4 +64,4 @@ def test_a_piece_opens_in_its_place_only(harm: str) -> None:
 def test_a_pass_tells_nothing_of_the_keys() -> None:
     made = [seals.pass_of(SECRET), *[seals.derived(SECRET, what) for what in (TO_SERVER, TO_WORKER)]]
     assert len({*made, SECRET}) == 4
-    assert all(len(one) == 32 for one in made)
+    assert all(len(item) == 32 for item in made)

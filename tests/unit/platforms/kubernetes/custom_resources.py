@@ -60,8 +60,8 @@ def faults(found: Any, shape: Any, place: str) -> list[str]:
     if set(shape) == {"each"}:
         return [
             fault
-            for number, one in enumerate(found)
-            for fault in faults(one, shape["each"], f"{place}[{number}]")
+            for number, item in enumerate(found)
+            for fault in faults(item, shape["each"], f"{place}[{number}]")
         ]
     fields = {name.removesuffix("!"): inner for name, inner in shape.items()}
     missing = [
@@ -70,8 +70,8 @@ def faults(found: Any, shape: Any, place: str) -> list[str]:
     unknown = [f"{place}.{name} is no field" for name in found if name not in fields]
     known = [
         fault
-        for name, one in found.items()
+        for name, item in found.items()
         if name in fields
-        for fault in faults(one, fields[name], f"{place}.{name}")
+        for fault in faults(item, fields[name], f"{place}.{name}")
     ]
     return [*missing, *unknown, *known]

@@ -31,10 +31,10 @@ JOBS = {"small": SMALL, "full": FULL, "serverless": SERVERLESS}
 def objects(job: JobDescription, kind: str) -> dict[str, Any]:
     """Return the objects by their kind and, if there are several of it, their role."""
     found: dict[str, Any] = {}
-    for one in manifests(job, kind):
-        metadata: Any = one["metadata"]
+    for manifest in manifests(job, kind):
+        metadata: Any = manifest["metadata"]
         role = metadata["name"].removeprefix(job.name)
-        found[f"{one['kind']}{role}"] = one
+        found[f"{manifest['kind']}{role}"] = manifest
     return found
 
 
@@ -50,8 +50,8 @@ def job_specs(job: JobDescription, kind: str) -> dict[str, Any]:
     if kind == "k8s":
         return {"worker": objects(job, kind)["Job-worker"]["spec"]}
     return {
-        role_of(one["template"]["spec"]["template"]): one["template"]["spec"]
-        for one in jobset_of(job, kind)["replicatedJobs"]
+        role_of(item["template"]["spec"]["template"]): item["template"]["spec"]
+        for item in jobset_of(job, kind)["replicatedJobs"]
     }
 
 
@@ -65,9 +65,9 @@ def pods(job: JobDescription, kind: str) -> dict[str, Any]:
     """Return the pod templates by role."""
     found = {role: spec["template"] for role, spec in job_specs(job, kind).items()}
     if kind == "k8s":
-        for name, one in objects(job, kind).items():
+        for name, item in objects(job, kind).items():
             if name.startswith("StatefulSet"):
-                found[role_of(one["spec"]["template"])] = one["spec"]["template"]
+                found[role_of(item["spec"]["template"])] = item["spec"]["template"]
     return found
 
 
@@ -80,8 +80,8 @@ def container(pod: Any) -> Any:
 def variables(pod: Any) -> dict[str, Any]:
     """Return the environment of a pod template: each value, or the field that it comes from."""
     return {
-        one["name"]: one["value"] if "value" in one else one["valueFrom"]["fieldRef"]["fieldPath"]
-        for one in container(pod)["env"]
+        item["name"]: item["value"] if "value" in item else item["valueFrom"]["fieldRef"]["fieldPath"]
+        for item in container(pod)["env"]
     }
 
 

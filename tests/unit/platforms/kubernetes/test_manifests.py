@@ -35,10 +35,10 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def test_the_namespace_is_in_each_object_that_has_one(kind: str) -> None:
-    for name, one in objects(FULL, kind).items():
-        assert one["metadata"].get("namespace") == (None if name.startswith("Cluster") else "team")
-    for one in objects(SMALL, kind).values():
-        assert "namespace" not in one["metadata"]
+    for name, item in objects(FULL, kind).items():
+        assert item["metadata"].get("namespace") == (None if name.startswith("Cluster") else "team")
+    for item in objects(SMALL, kind).values():
+        assert "namespace" not in item["metadata"]
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -54,14 +54,14 @@ def started(job: Any, kind: str) -> dict[str, int]:
     """Return how many pods of each role there will be."""
     found = {"server": 0}
     if kind == "k8s":
-        for one in objects(job, kind).values():
-            if one["kind"] == "StatefulSet":
-                found[role_of(one["spec"]["template"])] = one["spec"]["replicas"]
+        for item in objects(job, kind).values():
+            if item["kind"] == "StatefulSet":
+                found[role_of(item["spec"]["template"])] = item["spec"]["replicas"]
         return found | {"worker": job_specs(job, kind)["worker"]["completions"]}
-    for one in jobset_of(job, kind)["replicatedJobs"]:
-        spec = one["template"]["spec"]
+    for item in jobset_of(job, kind)["replicatedJobs"]:
+        spec = item["template"]["spec"]
         assert spec["completions"] == spec["parallelism"]
-        found[role_of(spec["template"])] = one["replicas"] * spec["completions"]
+        found[role_of(spec["template"])] = item["replicas"] * spec["completions"]
     return found
 
 
@@ -113,17 +113,17 @@ def test_a_server_whose_model_nobody_keeps_is_not_recreated() -> None:
     assert limits == {"scheduler": 0, "server": 0, "worker": 3}
     for kind in JOBSETS:
         for role, spec in job_specs(job, kind).items():
-            actions = [one["action"] for one in spec["podFailurePolicy"]["rules"]]
+            actions = [item["action"] for item in spec["podFailurePolicy"]["rules"]]
             assert actions == (["FailJob", "Ignore"] if role == "worker" else ["FailJob"])
 
 
 def test_without_restarts_the_first_failure_ends_the_job() -> None:
     rules = jobset_of(SMALL, "jobset")["failurePolicy"]["rules"]
-    assert [one["action"] for one in rules] == ["FailJobSet", "FailJobSet"]
+    assert [rule["action"] for rule in rules] == ["FailJobSet", "FailJobSet"]
     for kind in KINDS:
         for spec in job_specs(SMALL, kind).values():
             assert spec.get("backoffLimit", 0) == spec.get("backoffLimitPerIndex", 0) == 0
-            assert [one["action"] for one in spec["podFailurePolicy"]["rules"]] == ["FailJob"]
+            assert [item["action"] for item in spec["podFailurePolicy"]["rules"]] == ["FailJob"]
 
 
 @pytest.mark.parametrize("kind", ["trainjob", "k8s"])
@@ -149,7 +149,7 @@ def test_a_jobset_counts_the_restarts_of_1024_processes() -> None:
 
 
 def test_no_secret_is_in_the_text(kind: str) -> None:
-    for one in manifests(FULL, kind):
-        assert one["kind"] != "Secret"
-        for mapping in mappings(one):
+    for manifest in manifests(FULL, kind):
+        assert manifest["kind"] != "Secret"
+        for mapping in mappings(manifest):
             assert not mapping.keys() & {"data", "stringData"}

@@ -26,8 +26,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 def key_files(pod: Any) -> dict[str, str]:
     """Return the files that a pod sees below /keys, by the entry of its secret."""
-    (secret,) = [one["secret"] for one in pod["spec"]["volumes"] if "secret" in one]
-    return {one["key"]: one["path"] for one in secret["items"]}
+    (secret,) = [item["secret"] for item in pod["spec"]["volumes"] if "secret" in item]
+    return {item["key"]: item["path"] for item in secret["items"]}
 
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -58,7 +58,13 @@ def test_the_files_are_those_that_the_process_loads(role: str, tmp_path: Path) -
     loaded = keys.load(str(mounted), role)
     assert loaded.role is not None
     if role == "scheduler":
-        assert {one.role for one in loaded.opens.values()} == {"server", "worker", "admin", "look", "reader"}
+        assert {member.role for member in loaded.opens.values()} == {
+            "server",
+            "worker",
+            "admin",
+            "look",
+            "reader",
+        }
         assert keys.load(str(mounted), "look").role is not None
 
 
@@ -86,10 +92,10 @@ def test_the_user_is_that_of_the_image() -> None:
 def test_every_mount_has_its_volume(kind: str) -> None:
     for job in JOBS.values():
         for pod in pods(job, kind).values():
-            volumes = [one["name"] for one in pod["spec"]["volumes"]]
+            volumes = [item["name"] for item in pod["spec"]["volumes"]]
             mounts = container(pod)["volumeMounts"]
-            assert {one["name"] for one in mounts} == set(volumes)
-            assert len({one["mountPath"] for one in mounts}) == len(mounts)
+            assert {mount["name"] for mount in mounts} == set(volumes)
+            assert len({mount["mountPath"] for mount in mounts}) == len(mounts)
 
 
 @pytest.mark.parametrize(("role", "threads"), [("worker", "7"), ("server", "2")])
@@ -141,10 +147,10 @@ def test_a_pod_has_the_grace_of_its_worker_and_more(kind: str) -> None:
 def test_state_and_checkpoints_are_on_the_claim(kind: str) -> None:
     places = {"scheduler": "/state", "server": "/checkpoints"}
     for role, pod in pods(FULL, kind).items():
-        claims = [one for one in pod["spec"]["volumes"] if "persistentVolumeClaim" in one]
+        claims = [item for item in pod["spec"]["volumes"] if "persistentVolumeClaim" in item]
         assert bool(claims) == (role in places)
         if claims:
-            (mount,) = [one for one in container(pod)["volumeMounts"] if one["name"] == "kept"]
+            (mount,) = [item for item in container(pod)["volumeMounts"] if item["name"] == "kept"]
             assert mount["mountPath"] == places[role]
             # Two jobs may share a claim, and so may two TrainJobs of one runtime.
             name = "$(JOBSET_NAME)" if kind == "trainjob" else "digits"
@@ -264,6 +270,6 @@ def test_a_character_beyond_ascii_is_one_escape() -> None:
 def test_pyyaml_reads_what_was_written() -> None:
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install pyyaml")
     texts: list[Data] = [*ODD_TEXTS]
-    keyed: dict[str, Data] = {one: one for one in ODD_TEXTS}
+    keyed: dict[str, Data] = {item: item for item in ODD_TEXTS}
     data: Data = {"texts": texts, "keyed": keyed, "numbers": [0, -1, 2**40, True, False], "empty": [{}, []]}
     assert yaml.safe_load(document(data)) == data

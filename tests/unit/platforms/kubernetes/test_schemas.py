@@ -24,9 +24,9 @@ def schemas() -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_kubernetes_knows_every_field(schemas: Any, kind: str, name: str, version: str) -> None:
     checked = 0
-    for one in manifests(JOBS[name], kind):
-        if (one["apiVersion"], one["kind"]) not in custom_resources.KINDS:
-            schemas.validate(one, version, strict=True)
+    for manifest in manifests(JOBS[name], kind):
+        if (manifest["apiVersion"], manifest["kind"]) not in custom_resources.KINDS:
+            schemas.validate(manifest, version, strict=True)
             checked += 1
     assert checked >= 2
     for spec in job_specs(JOBS[name], kind).values():
@@ -38,11 +38,11 @@ def test_kubernetes_knows_every_field(schemas: Any, kind: str, name: str, versio
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 def test_custom_resources_have_their_structure(kind: str, name: str) -> None:
     checked = 0
-    for one in manifests(JOBS[name], kind):
-        shape = custom_resources.KINDS.get((str(one["apiVersion"]), str(one["kind"])))
+    for manifest in manifests(JOBS[name], kind):
+        shape = custom_resources.KINDS.get((str(manifest["apiVersion"]), str(manifest["kind"])))
         if shape is not None:
             whole = {"apiVersion!": str, "kind!": str, "metadata!": custom_resources.METADATA, "spec!": shape}
-            assert custom_resources.faults(one, whole, str(one["kind"])) == []
+            assert custom_resources.faults(manifest, whole, str(manifest["kind"])) == []
             checked += 1
     assert checked == {"jobset": 1, "trainjob": 2}[kind]
 
@@ -51,11 +51,11 @@ def test_custom_resources_have_their_structure(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 def test_names_within_a_jobset_refer_to_its_jobs(kind: str, name: str) -> None:
     spec = jobset_of(JOBS[name], kind)
-    names = [one["name"] for one in spec["replicatedJobs"]]
+    names = [item["name"] for item in spec["replicatedJobs"]]
     named = [*spec["successPolicy"]["targetReplicatedJobs"]]
     for rule in spec["failurePolicy"]["rules"]:
         named += rule.get("targetReplicatedJobs", [])
-    for one in spec["replicatedJobs"]:
-        named += [each["name"] for each in one.get("dependsOn", [])]
+    for item in spec["replicatedJobs"]:
+        named += [each["name"] for each in item.get("dependsOn", [])]
     assert set(named) <= set(names)
     assert len(names) == len(set(names))

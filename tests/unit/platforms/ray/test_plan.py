@@ -151,9 +151,9 @@ def test_a_role_gets_only_the_secret_that_it_needs() -> None:
         text = keys_text(sections, role)
         assert text.count("secret = ") == 1
         keys = of(parse(text, "text"), role)
-        assert keys.scheduler == tuple(one.public for one in sections if one.role == "scheduler")
+        assert keys.scheduler == tuple(section.public for section in sections if section.role == "scheduler")
     opens = of(parse(keys_text(sections, "scheduler"), "text"), "scheduler").opens
-    assert {one.role for one in opens.values()} >= {"server", "worker"}
+    assert {member.role for member in opens.values()} >= {"server", "worker"}
 
 
 def test_a_worker_has_its_place_in_place_of_another() -> None:

@@ -15,8 +15,8 @@ from kvps.platforms.ray.state import KeptState, StateMemory
 
 @pytest.fixture
 def memory() -> Iterator[StateMemory]:
-    with closing(StateMemory()) as one:
-        yield one
+    with closing(StateMemory()) as item:
+        yield item
 
 
 def read(memory: StateMemory) -> bytes | None:

@@ -17,7 +17,7 @@ from kvps.runtime.key_files import generate, load
 def named(prefix: str) -> dict[str, str]:
     """Return variables of this process, without that of pytest itself."""
     own = "PYTEST_CURRENT_TEST"
-    return {name: one for name, one in os.environ.items() if name.startswith(prefix) and name != own}
+    return {name: item for name, item in os.environ.items() if name.startswith(prefix) and name != own}
 
 
 @pytest.fixture(autouse=True)

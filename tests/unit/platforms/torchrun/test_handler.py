@@ -86,9 +86,9 @@ def test_the_next_round_has_a_store_of_its_own() -> None:
 
 def test_a_closed_run_is_closed_for_its_agents_and_open_for_the_next_run() -> None:
     scheduler = Scheduler()
-    one = scheduler.agent()
-    one.next_rendezvous()
-    one.shutdown()
+    handler = scheduler.agent()
+    handler.next_rendezvous()
+    handler.shutdown()
     with pytest.raises(RendezvousClosedError):
         scheduler.agent().next_rendezvous()
 
@@ -178,11 +178,11 @@ def test_the_others_join_another_round_if_the_first_node_is_lost_before_they_mee
 
     monkeypatch.setattr(Handler, "_create_tcp_store_server", end_once)
     with ThreadPoolExecutor(2) as pool:
-        results = [pool.submit(one.next_rendezvous) for one in agents]
-        errors = [one.exception(60) for one in results]
-    (lost,) = [one for one, error in zip(agents, errors, strict=True) if error]
+        results = [pool.submit(agent.next_rendezvous) for agent in agents]
+        errors = [result.exception(60) for result in results]
+    (lost,) = [item for item, error in zip(agents, errors, strict=True) if error]
     assert lost is ended[0]
-    (info,) = [one.result() for one in results if not one.exception()]
+    (info,) = [result.result() for result in results if not result.exception()]
     assert (info.rank, info.world_size) == (0, 1)
     assert "joins another round: the first node of round 0 ended" in caplog.text
 

@@ -14,41 +14,41 @@ def specs(*shapes, dtype="float32"):
 def test_small_keys_share_a_bucket_until_it_is_full():
     keys = specs((100,), (2, 50), (57,), (100,), (0,), ())
     buckets = buckets_of(keys, limit_bytes=1028)  # 257 float32 numbers
-    assert [one.indices for one in buckets] == [(0, 1, 2), (3, 4, 5)]
-    assert [sum(one.sizes) for one in buckets] == [257, 101]
+    assert [bucket.indices for bucket in buckets] == [(0, 1, 2), (3, 4, 5)]
+    assert [sum(bucket.sizes) for bucket in buckets] == [257, 101]
 
 
 @pytest.mark.parametrize("shapes", [((0,),), ((0, 3), (2,)), ((0,), (300,), (0,))])
 def test_keys_without_elements_have_a_bucket(shapes):
     keys = specs(*shapes)
     buckets = buckets_of(keys, limit_bytes=1028)
-    assert sorted(index for one in buckets for index in one.indices) == list(range(len(keys)))
+    assert sorted(index for bucket in buckets for index in bucket.indices) == list(range(len(keys)))
     plan = BucketPlan("push", [(str(index), spec) for index, spec in enumerate(keys)], "cpu")
-    rows = plan.rows([one.blank() for one in plan.buckets])
+    rows = plan.rows([bucket.blank() for bucket in plan.buckets])
     assert [tuple(row.shape) for row in rows] == list(shapes)
 
 
 def test_a_large_key_has_a_bucket_of_its_own():
     keys = specs((10,), (1000,), (10,))
-    assert [one.indices for one in buckets_of(keys, limit_bytes=100)] == [(0,), (1,), (2,)]
+    assert [item.indices for item in buckets_of(keys, limit_bytes=100)] == [(0,), (1,), (2,)]
     assert buckets_of([]) == ()
 
 
 def test_half_types_count_by_what_carries_them():
     halves = buckets_of(specs((20,), (20,), dtype="float16"), limit_bytes=120)
-    assert [one.indices for one in halves] == [(0,), (1,)]
+    assert [halve.indices for halve in halves] == [(0,), (1,)]
     assert halves[0].carrier is torch.float32
 
 
-@pytest.mark.parametrize("dtype", [one.name for one in DTYPES])
+@pytest.mark.parametrize("dtype", [field.name for field in DTYPES])
 def test_values_come_back_in_their_types_and_shapes(dtype):
     kind = getattr(torch, dtype)
     rows = [torch.arange(6).to(kind).view(2, 3), torch.tensor(7).to(kind), torch.empty(0, 4).to(kind)]
     load = BucketPlan(
-        "push", list(zip("abc", [Spec(dtype, tuple(one.shape)) for one in rows], strict=True)), "cpu"
+        "push", list(zip("abc", [Spec(dtype, tuple(array.shape)) for array in rows], strict=True)), "cpu"
     )
     flats = [bucket.filled(rows) for bucket in load.buckets]
-    assert all(one.dtype is not torch.float16 and one.dtype is not torch.int16 for one in flats)
+    assert all(array.dtype is not torch.float16 and array.dtype is not torch.int16 for array in flats)
     for flat in flats:
         flat.mul_(2)
     for row, back in zip(rows, load.rows(flats), strict=True):
@@ -60,9 +60,9 @@ def test_types_take_turns_without_mixing():
     keys = [Spec("float32", (2,)), Spec("int64", (3,)), Spec("float32", (4,))]
     load = BucketPlan("push", list(zip("abc", keys, strict=True)), "cpu")
     rows = [torch.ones(2), torch.full((3,), 2**60), torch.full((4,), 3.0)]
-    assert [one.indices for one in load.buckets] == [(0, 2), (1,)]
+    assert [item.indices for item in load.buckets] == [(0, 2), (1,)]
     back = load.rows([bucket.filled(rows) for bucket in load.buckets])
-    assert all(torch.equal(one, row) for one, row in zip(back, rows, strict=True))
+    assert all(torch.equal(item, row) for item, row in zip(back, rows, strict=True))
 
 
 def test_filling_copies():
@@ -90,7 +90,7 @@ def test_only_the_same_call_has_the_same_digest():
         BucketPlan("push", list(zip("ab", specs((2,), (3, 1)), strict=True)), "cpu"),
         BucketPlan("push", list(zip("ab", specs((2,), (3,), dtype="int32"), strict=True)), "cpu"),
     ]
-    assert len({one.digest for one in (same, *others)}) == 7
+    assert len({item.digest for item in (same, *others)}) == 7
 
 
 def test_a_call_in_words():

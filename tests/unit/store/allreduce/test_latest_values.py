@@ -56,7 +56,7 @@ def test_values_and_versions_follow_the_collectives(queue):
     early = CollectiveTicket(["b", "a"], values.of(["b", "a"]), WAIT_S, wait)
     values.begin(gives(1.0, names=["a"]), 1, WAIT_S)
     values.begin(gives(11.0, 2.0, names=["b", "a"]), 1, WAIT_S)
-    assert [one.item() for one in early.wait()] == [10, 0]
+    assert [item.item() for item in early.wait()] == [10, 0]
     assert early.wait() is early.wait()
     a, b = values.of(["a", "b"])
     CollectiveTicket(["a", "b"], [a, b], WAIT_S, wait).wait()

@@ -21,7 +21,7 @@ def queue():
 
 
 def gives(*values):
-    return Collective("push()", lambda: [torch.tensor(one) for one in values])
+    return Collective("push()", lambda: [torch.tensor(value) for value in values])
 
 
 def fails(error):
@@ -44,34 +44,34 @@ def held(gate, begun=None):
 def test_queue_are_made_in_order_and_gradients_are_not_tracked(queue):
     seen = []
     some = [Collective(str(i), lambda i=i: seen.append((i, torch.is_grad_enabled())) or []) for i in range(9)]
-    for one in some:
-        queue.add(one, WAIT_S)
+    for item in some:
+        queue.add(item, WAIT_S)
     assert queue.flush(WAIT_S)
     assert seen == [(i, False) for i in range(9)]
     assert queue.now is None or queue.now is some[-1]
 
 
 def test_a_collective_that_fails_does_not_end_the_others(queue):
-    one, two = fails(Mismatch("no")), gives(1.0)
+    first, two = fails(Mismatch("no")), gives(1.0)
     told = []
-    one.on_error = told.append
+    first.on_error = told.append
     two.on_error = told.append
-    queue.add(one, WAIT_S)
+    queue.add(first, WAIT_S)
     queue.add(two, WAIT_S)
     assert two.wait(WAIT_S)
-    assert (str(one.exception()), two.exception(), told) == ("no", None, [one.exception()])
-    assert (one.has_failed, two.has_failed) == (True, False)
+    assert (str(first.exception()), two.exception(), told) == ("no", None, [first.exception()])
+    assert (first.has_failed, two.has_failed) == (True, False)
 
 
 @pytest.mark.parametrize("error", [WorkerLost("gone"), ZeroDivisionError("what")])
 def test_broken_ring_ends_all_later_collectives(queue, error):
-    one, two = fails(error), gives(1.0)
-    queue.add(one, WAIT_S)
+    first, two = fails(error), gives(1.0)
+    queue.add(first, WAIT_S)
     queue.add(two, WAIT_S)
     assert queue.flush(WAIT_S)
-    assert isinstance(one.exception(), KvpsError)
-    assert two.exception() is one.exception() is queue.over
-    assert str(error) in str(one.exception())
+    assert isinstance(first.exception(), KvpsError)
+    assert two.exception() is first.exception() is queue.over
+    assert str(error) in str(first.exception())
 
 
 def test_a_time_limit_cancels_nothing(queue):

@@ -46,14 +46,14 @@ def test_a_process_that_nobody_told_anything_is_a_world_of_one(caplog):
 def test_stores_share_a_rendezvous_and_nothing_else(monkeypatch, boards):
     monkeypatch.setattr(config, "world", lambda: config.World(1, 3, "127.0.0.1", 29500))
     places = Ranks()
-    one, two, named = meet_two(places), meet_two(places), meet_two(places, "mine")
-    assert [(found.name, found.rank, found.size) for found in (one, two, named)] == [
+    first, two, named = meet_two(places), meet_two(places), meet_two(places, "mine")
+    assert [(found.name, found.rank, found.size) for found in (first, two, named)] == [
         ("allreduce-0", 1, 3),
         ("allreduce-1", 1, 3),
         ("mine", 1, 3),
     ]
     assert len(boards) == 1
-    one.board.set("key", "of one")
+    first.board.set("key", "of one")
     assert not two.board.check(["key"])
     with pytest.raises(ConfigError, match="store 'mine'; close"):
         meet_two(places, "mine", {"mine"})

@@ -15,12 +15,12 @@ def planned(*flags: str) -> Plan:
 
 
 def names(found: Plan) -> list[str]:
-    return [one.name for one in found.systems]
+    return [system.name for system in found.systems]
 
 
 def test_the_usual_plan() -> None:
     found = planned()
-    assert [(one.workload, one.workers, one.servers) for one in found.cases] == [
+    assert [(case.workload, case.workers, case.servers) for case in found.cases] == [
         *(("resnet50", 2, 2), ("big", 2, 2), ("small", 2, 2))
     ]
     assert (found.rounds, found.repeat, found.has_limits) == (10, 1, False)
@@ -38,7 +38,7 @@ def test_the_full_plan() -> None:
 def test_flags_change_it(tmp_path: Path) -> None:
     flags = "--workloads small keys:7 --workers 3 --servers 1 --rounds 4 --repeat 1 --systems gloo kvps gloo --no-limits"
     found = planned(*flags.split(), "--json", str(tmp_path / "a.json"))
-    assert [(one.workload, one.workers, one.servers) for one in found.cases] == [
+    assert [(case.workload, case.workers, case.servers) for case in found.cases] == [
         *(("small", 3, 1), ("keys:7", 3, 1))
     ]
     assert names(found) == ["gloo", "kvps"]

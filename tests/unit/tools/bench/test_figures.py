@@ -14,7 +14,7 @@ SMALL, BIG = Case("small", 2, 2), Case("big", 2, 2)
 
 
 def row(case: Case, system: str, *medians: float) -> Measurement:
-    return Measurement(case, system, [TrialTimes((one,)) for one in medians])
+    return Measurement(case, system, [TrialTimes((median,)) for median in medians])
 
 
 def test_a_round_takes_as_long_as_its_slowest_worker() -> None:
@@ -39,13 +39,13 @@ def test_systems_are_measured_in_turns() -> None:
     rows = alternate([SMALL, BIG], ["kvps", "gloo"], 2, measure)
     turns = [("small", "kvps"), ("small", "gloo")] * 2 + [("big", "kvps"), ("big", "gloo")] * 2
     assert order == turns
-    assert [(one.case.workload, one.system) for one in rows] == list(dict.fromkeys(turns))
+    assert [(row.case.workload, row.system) for row in rows] == list(dict.fromkeys(turns))
     assert [trial.median_ms for trial in rows[1].trials] == [2.0, 4.0]
 
 
 def test_ratios_are_to_gloo_in_the_same_case() -> None:
     rows = [row(SMALL, "kvps", 5.0), row(SMALL, "gloo", 10.0), row(BIG, "kvps", 30.0), row(BIG, "gloo", 20.0)]
-    assert [ratio_of(one, rows) for one in rows] == [0.5, 1.0, 1.5, 1.0]
+    assert [ratio_of(item, rows) for item in rows] == [0.5, 1.0, 1.5, 1.0]
 
 
 def test_the_document_is_json() -> None:
@@ -77,7 +77,7 @@ def cells(table: Table, width: int = 120) -> list[list[str]]:
     with console.capture() as shown:
         console.print(table)
     lines = [line for line in shown.get().splitlines() if "│" in line or "┃" in line]
-    return [[one.strip() for one in line.replace("┃", "│").split("│")[1:-1]] for line in lines]
+    return [[item.strip() for item in line.replace("┃", "│").split("│")[1:-1]] for line in lines]
 
 
 def test_a_table_has_ratios_to_gloo() -> None:

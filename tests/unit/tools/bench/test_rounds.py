@@ -46,8 +46,8 @@ class Alone:
 
 def test_values_are_new_in_each_round_and_rank() -> None:
     periods = [noise(number, rank) for number in range(2) for rank in range(2)]
-    assert all(not np.any(one == 0) for one in periods)
-    assert len({float(one[0]) for one in periods}) == 4
+    assert all(not np.any(period == 0) for period in periods)
+    assert len({float(period[0]) for period in periods}) == 4
     assert np.array_equal(noise(1, 1), periods[3])
 
 

@@ -52,7 +52,7 @@ class Feed:
         measured = Measured(
             self.number,
             tuple([Count(name, label, value) for (name, label), value in (counts or {}).items()]),
-            tuple([Histogram(name, one, 1.0) for name, one in (buckets or {}).items()]),
+            tuple([Histogram(name, item, 1.0) for name, item in (buckets or {}).items()]),
             stores,
             traffic,
             rounds,
@@ -95,7 +95,7 @@ def test_rates_are_those_between_the_last_two_answers() -> None:
     )  # the store without rounds does not count
     assert found["totals"]["has_rounds"]
     assert server["traffic_share"] == 1.0
-    assert [one["bytes_per_s"] for one in found["workers"]] == [0, 500]
+    assert [item["bytes_per_s"] for item in found["workers"]] == [0, 500]
     (key,) = found["keys"]
     assert (key["key"], key["others"], key["bytes_per_s"], key["share"]) == ("w", 2, 4000, 1.0)
     assert feed.cluster.history()["rounds_per_s"] == [0.0, 7.0, 7.0]
@@ -163,7 +163,7 @@ def test_latency_and_lateness_are_of_the_window() -> None:
         found = feed.show(feed.figures(0, counts, buckets={LATENCY: tuple(buckets)}))
     (server,) = found["servers"]
     assert 0.0025 < server["round_p50_s"] < server["round_p99_s"] <= 0.005
-    assert [one["lateness_s"] for one in found["workers"]] == [0.0, pytest.approx(0.05)]
+    assert [item["lateness_s"] for item in found["workers"]] == [0.0, pytest.approx(0.05)]
     assert found["totals"]["round_p99_s"] == server["round_p99_s"]
 
 
@@ -229,7 +229,7 @@ def test_the_phase() -> None:
         "The job is forming: worker 1 is missing."
     ]
     found = feed.show(phase="ending", reason="rank 1 is gone")["findings"]
-    assert [one["level"] for one in found] == ["fail"]
+    assert [item["level"] for item in found] == ["fail"]
 
 
 def test_a_worker_that_holds_up_a_round() -> None:
@@ -279,21 +279,21 @@ def linked(
             counts |= {(LINK_BUSY, at): share * second for at, share in busy.get(server, {}).items()}
             late = {"straggler_seconds_total__1": late_s * rate, "straggler_pushes_total__1": rate}
             answers.append(feed.figures(server, counts | counters(second, **late), stores=stores))
-        found = feed.show(*[one._replace(**more) for one in answers])
+        found = feed.show(*[answer._replace(**more) for answer in answers])
     return found
 
 
 def said(document: dict[str, Any]) -> list[str]:
-    return [f"{one['text']} {one['advice']}".rstrip() for one in document["findings"]]
+    return [f"{item['text']} {item['advice']}".rstrip() for item in document["findings"]]
 
 
 def test_the_busiest_link_of_each_worker() -> None:
     found = linked({0: {"1,in": 0.1}, 1: {"1,in": 0.25, "1,out": 0.5, "0,in": 0.125}}, late_s=0.0)
-    assert [one["link"] for one in found["workers"]] == [
+    assert [item["link"] for item in found["workers"]] == [
         {"server": 1, "in_share": 0.125, "out_share": 0.0, "share": 0.125, "usual_share": 0.75},
         {"server": 1, "in_share": 0.25, "out_share": 0.5, "share": 0.75, "usual_share": 0.125},
     ]
-    assert [one["link_share"] for one in found["servers"]] == [pytest.approx(0.05), 0.4375]
+    assert [item["link_share"] for item in found["servers"]] == [pytest.approx(0.05), 0.4375]
     feed = Feed()
     found = feed.show(feed.figures())
     assert found["workers"][0]["link"] is found["servers"][0]["link_share"] is None
@@ -345,7 +345,7 @@ def test_a_server_that_is_full_slow_or_refuses() -> None:
     assert feed.texts(feed.figures(0, answer_s=0.4), feed.figures(1, answer_s=0.4)) == []
     assert feed.texts(feed.figures(0, answer_s=0.4)) == []
     found = feed.show(feed.figures(0, answer_s=2.0))["findings"]
-    assert [(one["level"], one["members"]) for one in found] == [("fail", ("server 0",))]
+    assert [(item["level"], item["members"]) for item in found] == [("fail", ("server 0",))]
 
 
 def test_a_cluster_out_of_balance() -> None:
@@ -391,4 +391,4 @@ def test_checkpoints_that_fail_or_are_late() -> None:
 def test_a_slow_scheduler() -> None:
     feed = Feed()
     found = feed.show(lag_s=2.0)["findings"]
-    assert [one["text"] for one in found] == ["The scheduler itself is slow: its loop is 2.0 s late."]
+    assert [item["text"] for item in found] == ["The scheduler itself is slow: its loop is 2.0 s late."]

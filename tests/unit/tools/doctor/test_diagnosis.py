@@ -28,15 +28,15 @@ WELL = Measurements(
 
 def found(name: str, **changes: object) -> list[Finding]:
     """The findings of one name, if some measurements were others."""
-    return [one for one in diagnose(replace(WELL, **changes)) if one.topic == name]  # type: ignore[arg-type]
+    return [item for item in diagnose(replace(WELL, **changes)) if item.topic == name]  # type: ignore[arg-type]
 
 
 def test_all_is_well() -> None:
     findings = diagnose(WELL)
-    assert {one.level for one in findings} == {Level.OK}
-    assert not [one for one in findings if one.advice]
+    assert {finding.level for finding in findings} == {Level.OK}
+    assert not [finding for finding in findings if finding.advice]
     assert exit_code(findings) == 0
-    assert [one.topic for one in findings] == [
+    assert [finding.topic for finding in findings] == [
         *("address", "connection", "keys", "answer", "versions", "members", "progress", "round trip"),
         *("bandwidth", "clock", "shared memory", "file descriptors"),
     ]
@@ -44,7 +44,7 @@ def test_all_is_well() -> None:
 
 def test_nothing_behind_a_failure_is_said_to_be_well() -> None:
     findings = diagnose(Measurements("tcp://head:9091", resolve_error="unknown", software="1.0"))
-    levels = {one.topic: one.level for one in findings}
+    levels = {finding.topic: finding.level for finding in findings}
     assert levels["address"] is Level.FAIL
     skipped = ("connection", "keys", "answer", "versions", "members", "progress", "round trip", "bandwidth")
     assert {levels[name] for name in (*skipped, "clock")} == {Level.SKIP}
@@ -100,11 +100,11 @@ def test_nothing_behind_a_failure_is_said_to_be_well() -> None:
 def test_a_measurement_and_its_finding(
     name: str, changes: dict[str, object], level: str, figure: str, advice: str
 ) -> None:
-    (one,) = found(name, **changes)
-    assert one.level.value == level
-    assert figure in one.text
-    assert advice in one.advice
-    assert bool(advice) == bool(one.advice)
+    (item,) = found(name, **changes)
+    assert item.level.value == level
+    assert figure in item.text
+    assert advice in item.advice
+    assert bool(advice) == bool(item.advice)
 
 
 def test_each_kind_of_trouble_with_members_has_its_own_advice() -> None:
@@ -114,7 +114,7 @@ def test_each_kind_of_trouble_with_members_has_its_own_advice() -> None:
     none = Sight(2, 2, 0, "empty", "", 0, "", 0.0, "not joined yet")
     members = (WORKER, gone, none, SERVER, lost, mute)
     seen = Seen(1, "running", "", members, (), "1.0", 0, 0, (NUMBERS,) * 6)
-    told = [(one.level.value, one.text, one.advice) for one in found("members", seen=seen)]
+    told = [(item.level.value, item.text, item.advice) for item in found("members", seen=seen)]
     assert [level for level, _, _ in told] == ["fail", "fail", "warn", "warn"]
     for (_, figure, advice), (shown, step) in zip(
         told,
@@ -132,7 +132,7 @@ def test_each_kind_of_trouble_with_members_has_its_own_advice() -> None:
 
 def test_bandwidth_counts_both_ways_and_not_the_round_trip() -> None:
     assert bits_s(replace(WELL, transfers=())) is None
-    one = replace(WELL, round_trips_s=(0.01,), transfers=((1000, 0.5), (100_000, 0.21)))
-    assert bits_s(one) == pytest.approx(8e6)
+    item = replace(WELL, round_trips_s=(0.01,), transfers=((1000, 0.5), (100_000, 0.21)))
+    assert bits_s(item) == pytest.approx(8e6)
     # One that is over at once is taken for a hundredth of its time, not for infinity.
-    assert bits_s(replace(one, transfers=((1000, 0.01),))) == pytest.approx(160e6)
+    assert bits_s(replace(item, transfers=((1000, 0.01),))) == pytest.approx(160e6)

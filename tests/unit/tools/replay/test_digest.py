@@ -63,9 +63,9 @@ def test_every_difference_shows() -> None:
 
 
 def test_values_may_be_left_out() -> None:
-    one, other = Thing(), Thing(row=torch.ones(3))
-    assert digest(one, values=False) == digest(other, values=False)
-    assert digest(one, values=False) != digest(Thing(row=torch.ones(4)), values=False)
+    thing, other = Thing(), Thing(row=torch.ones(3))
+    assert digest(thing, values=False) == digest(other, values=False)
+    assert digest(thing, values=False) != digest(Thing(row=torch.ones(4)), values=False)
 
 
 def test_a_thing_that_refers_to_itself_ends() -> None:
@@ -103,5 +103,5 @@ def test_servers_with_one_history_are_equal_and_a_bit_more_is_not() -> None:
     assert digest(played(1.0).server) == digest(played(1.0).server)
     assert digest(played(1.0).server) != digest(played(1.0 + 2**-22).server)
     assert digest(played(1.0).server) != digest(played(1.0, pushes=1).server)
-    short = [digest(played(one).server, values=False) for one in (1.0, 3.0)]
+    short = [digest(played(item).server, values=False) for item in (1.0, 3.0)]
     assert short[0] == short[1]

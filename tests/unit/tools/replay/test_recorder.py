@@ -53,7 +53,7 @@ def push(runs: int = 1) -> Packet:
 
 
 def record_in(folder: Path, at: int = -1) -> Record:
-    paths = sorted(folder.glob("*.record"), key=lambda one: one.stat().st_mtime_ns)
+    paths = sorted(folder.glob("*.record"), key=lambda item: item.stat().st_mtime_ns)
     with paths[at].open("rb") as file:
         return read(file)
 
@@ -205,7 +205,7 @@ def served(folder: Path, *, is_full: bool) -> tuple[Server, RingLens]:
 
     def ask(seq: int, message: p.Message, *rows: torch.Tensor) -> p.Message:
         envelope = Envelope(worker.job, 1, Role.WORKER, 0, 5, seq)
-        (sent, *_) = [one for one in hear(b"w", envelope, message, *rows) if isinstance(one, Send)]
+        (sent, *_) = [item for item in hear(b"w", envelope, message, *rows) if isinstance(item, Send)]
         return sent.packet.message
 
     lens.request(Server.start, core, 1.0)
@@ -241,7 +241,7 @@ def test_another_value_is_a_difference(tmp_path: Path) -> None:
     core, lens = served(tmp_path, is_full=True)
     lens.close(core)
     record = record_in(tmp_path)
-    pushes = [one for one in record.events if one.what is What.PACKET and len(one.parts) > 2]
+    pushes = [event for event in record.events if event.what is What.PACKET and len(event.parts) > 2]
     pushes[-1].parts[-1] = bytes(16)
     outcome = replay(record)
     assert not outcome.is_same
@@ -269,8 +269,8 @@ def test_a_full_disk_ends_the_record_and_not_the_process(
         lens.note(What.TIMER, 5.0)
         lens.note(What.TIMER, 6.0)
         lens.close(core)
-    assert len([one for one in caplog.messages if "ends here" in one]) == 1
-    assert not any(one.what is What.DIGEST for one in record_in(tmp_path).events)
+    assert len([message for message in caplog.messages if "ends here" in message]) == 1
+    assert not any(event.what is What.DIGEST for event in record_in(tmp_path).events)
 
 
 @pytest.mark.parametrize(

@@ -56,15 +56,15 @@ def classes_of(hint: object) -> Iterator[type]:
 
 
 def test_the_walk_finds_the_calls_that_the_package_names() -> None:
-    named = {one for one in vars(calls).values() if inspect.isclass(one) and issubclass(one, Call)}
-    concrete = {one for one in named if not inspect.isabstract(one)}
+    named = {var for var in vars(calls).values() if inspect.isclass(var) and issubclass(var, Call)}
+    concrete = {item for item in named if not inspect.isabstract(item)}
     assert {Call, EndReplay} < named
     assert concrete <= set(all_calls())
 
 
 @pytest.mark.parametrize("call", all_calls(), ids=lambda call: call.__qualname__)
 def test_every_call_can_be_written_down(call: type[Call]) -> None:
-    missing = {one for one in classes_of(call) if one not in (*PLAIN, *CLASSES.values())}
+    missing = {item for item in classes_of(call) if item not in (*PLAIN, *CLASSES.values())}
     assert missing == set()
 
 

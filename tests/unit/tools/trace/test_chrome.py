@@ -52,7 +52,7 @@ def test_a_clock_that_drifts_is_followed() -> None:
 def test_a_process_without_a_round_trip_has_an_unknown_error() -> None:
     span = TimeSpan(SpanKind.SEND, 1, 0, 100, 5)
     trace = merge([(part(2, 0, ()), pack([span])), (part(0, 0, ()), pack([span]))])
-    assert [one.error_ns for one in trace.processes] == [0, None]
+    assert [process.error_ns for process in trace.processes] == [0, None]
     assert trace.error_ns is None
 
 
@@ -71,7 +71,7 @@ def test_parts_of_one_process_are_joined_and_shifted() -> None:
     )
     scheduler, worker = trace.processes
     assert scheduler.spans == [own]
-    assert [one.begin for one in worker.spans] == [55, 105]
+    assert [span.begin for span in worker.spans] == [55, 105]
     assert (worker.name, worker.lost, trace.begin, trace.end) == ("worker 3", 4, 55, 110)
 
 
@@ -86,9 +86,9 @@ def test_a_trace_comes_back_from_its_file(tmp_path) -> None:
     assert (tmp_path / "trace.json").stat().st_mode & 0o777 == 0o600
     again = chrome.load((tmp_path / "trace.json").read_text())
     begin = trace.begin
-    assert [one.node for one in again.processes] == [one.node for one in trace.processes]
+    assert [process.node for process in again.processes] == [process.node for process in trace.processes]
     for mine, theirs in zip(trace.processes, again.processes, strict=True):
-        assert [one._replace(begin=one.begin - begin) for one in mine.spans] == theirs.spans
+        assert [span._replace(begin=span.begin - begin) for span in mine.spans] == theirs.spans
         assert (mine.host, mine.pid, mine.lost, mine.error_ns) == (
             *(theirs.host, theirs.pid, theirs.lost, theirs.error_ns),
         )
@@ -102,32 +102,32 @@ def test_the_events_are_those_that_perfetto_reads() -> None:
     assert set(document) == {"displayTimeUnit", "otherData", "traceEvents"}
     events = document["traceEvents"]
     json.dumps(events, allow_nan=False)
-    pids = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
+    pids = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert sorted(pids.values()) == [
         *("server 0 (b:20)", "server 1 (b:21)", "worker 0 (a:10)", "worker 1 (a:11)")
     ]
-    slices = [one for one in events if one["ph"] == "X"]
-    assert min(one["ts"] for one in slices) == 0
-    assert all(one["pid"] in pids and one["dur"] >= 0 for one in slices)
-    assert {one["name"] for one in slices} == {
+    slices = [event for event in events if event["ph"] == "X"]
+    assert min(slice_["ts"] for slice_ in slices) == 0
+    assert all(slice_["pid"] in pids and slice_["dur"] >= 0 for slice_ in slices)
+    assert {slice_["name"] for slice_ in slices} == {
         *("compute", "wait", "copy", "send", "reduce", "update", "reply", "scatter")
     }
     # Every request has one flow: it starts once, ends once, and binds within slices.
-    flows = [one for one in events if one["ph"] in "stf"]
-    by_id = {one["id"]: [] for one in flows}
-    for one in flows:
-        by_id[one["id"]].append(one["ph"])
+    flows = [event for event in events if event["ph"] in "stf"]
+    by_id = {flow["id"]: [] for flow in flows}
+    for flow in flows:
+        by_id[flow["id"]].append(flow["ph"])
         inside = [
             slice
             for slice in slices
-            if (slice["pid"], slice["tid"]) == (one["pid"], one["tid"])
-            and slice["ts"] <= one["ts"] <= slice["ts"] + slice["dur"]
+            if (slice["pid"], slice["tid"]) == (flow["pid"], flow["tid"])
+            and slice["ts"] <= flow["ts"] <= slice["ts"] + slice["dur"]
         ]
         assert inside
     assert len(by_id) == 3 * 2 * 2
     assert all(phases[0] == "s" and phases[-1] == "f" for phases in by_id.values())
     assert all(phases.count("s") == phases.count("f") == 1 for phases in by_id.values())
-    queues = [one for one in events if one["name"] == "queue" and one["ph"] == "b"]
+    queues = [event for event in events if event["name"] == "queue" and event["ph"] == "b"]
     assert len(queues) == 3 * 2 * 2
 
 
@@ -135,7 +135,7 @@ def test_a_worker_that_came_back_is_another_process() -> None:
     span = TimeSpan(SpanKind.COMPUTE, NOBODY, 0, 0, 5)
     first, second = (Part(1, 2, 0, life, "a", life, (), 1, 0) for life in (1, 2))
     trace = merge([(first, pack([span])), (second, pack([span]))])
-    assert len({chrome.pid_of(one) for one in trace.processes}) == 2
+    assert len({chrome.pid_of(process) for process in trace.processes}) == 2
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_the_stretches_add_up_to_the_whole(job: Job) -> None:
         assert later.begin == earlier.end
     assert path[0].end == trace.end
     assert path[-1].begin == MS // 2, "from where all workers were recorded"
-    assert sum([one.share for one in explain(trace).findings]) == pytest.approx(1.0)
+    assert sum([finding.share for finding in explain(trace).findings]) == pytest.approx(1.0)
 
 
 def test_a_slow_worker() -> None:
@@ -64,11 +64,11 @@ def test_slow_links_of_one_server() -> None:
     other = Job(servers=2, link={(0, 1): 49, (1, 1): 50}, rounds=3).trace()
     shift = trace.end
     for mine, theirs in zip(trace.processes, other.processes, strict=True):
-        mine.spans += [one._replace(begin=one.begin + shift) for one in theirs.spans]
+        mine.spans += [span._replace(begin=span.begin + shift) for span in theirs.spans]
     found = explain(trace)
-    links = [one for one in found.findings if one.what == "link"]
+    links = [finding for finding in found.findings if finding.what == "link"]
     assert found.findings[0].what == "link"
-    assert all(S1 in one.nodes for one in links)
+    assert all(S1 in link.nodes for link in links)
     assert "server 1" in found.text.splitlines()[0]
 
 
@@ -93,7 +93,7 @@ def test_a_busy_server_is_no_slow_link() -> None:
     """A push that waits while the server works on another one waits for the server."""
     found = explain(Job(compute=(10, 10), reduce=30).trace())
     assert (found.findings[0].what, found.findings[0].nodes) == ("server", (S0,))
-    assert sum([one.share for one in found.findings if one.what == "link"]) < 0.1
+    assert sum([finding.share for finding in found.findings if finding.what == "link"]) < 0.1
 
 
 def test_a_stopped_process_is_a_pause() -> None:
@@ -149,5 +149,5 @@ def test_uncertain_clocks_and_lost_spans_are_named() -> None:
 
 def test_a_cause_names_both_ends_of_a_link() -> None:
     path = CriticalPath(Job(link={(1, 0): 50}).trace()).walk()
-    assert Cause("link", W1, S0) in {one.cause for one in path}
-    assert W2 not in {one.cause.node for one in path}
+    assert Cause("link", W1, S0) in {item.cause for item in path}
+    assert W2 not in {item.cause.node for item in path}

@@ -119,7 +119,7 @@ def numbered(envelope: Envelope, seq: int) -> Envelope:
 
 
 def kinds(lens: MemberLens) -> list[SpanKind]:
-    return [one.kind for one in lens.member.spans]
+    return [span.kind for span in lens.member.spans]
 
 
 # --- without a trace --------------------------------------------------------------------------------
@@ -214,11 +214,11 @@ def test_the_loop_of_a_worker() -> None:
     lens.own.request(Core.on_call, core, 1, 1.0)
     core.slow = None
     copy, encode, send = lens.member.spans
-    assert [one.kind for one in (copy, encode, send)] == [SpanKind.COPY, SpanKind.ENCODE, SpanKind.SEND]
+    assert [item.kind for item in (copy, encode, send)] == [SpanKind.COPY, SpanKind.ENCODE, SpanKind.SEND]
     assert copy.took == pytest.approx(3_000_000, abs=5000)
     assert encode.took == pytest.approx(200_000, abs=5000)
     assert send.took == pytest.approx(100_000, abs=5000)
-    assert all(one[1:3] + one[5:] == (1, 0, 42, 5, 3, 8) for one in (copy, encode, send))
+    assert all(item[1:3] + item[5:] == (1, 0, 42, 5, 3, 8) for item in (copy, encode, send))
 
     lens.member.spans.clear()
     core.effects = [(2_000_000, Finish(1))]
@@ -257,7 +257,7 @@ def test_the_loop_of_a_server() -> None:
     lens._below.packet = step
     lens.own.packet(b"w", with_payload(numbered(WORKER, 42), push()), 1.0)
     reduce, update, reply, other = lens.member.spans
-    assert [one.kind for one in lens.member.spans] == [
+    assert [span.kind for span in lens.member.spans] == [
         *(SpanKind.REDUCE, SpanKind.UPDATE, SpanKind.REPLY, SpanKind.REPLY)
     ]
     assert reduce.took == pytest.approx(1_000_000, abs=9000)
@@ -305,7 +305,7 @@ def scheduler(**options: bool) -> tuple[SchedulerLens, Core]:
 
 
 def answers(core: Core, door: None) -> list[Message]:
-    return [one.packet.message for one in said(core, door) if isinstance(one, Send)]
+    return [effect.packet.message for effect in said(core, door) if isinstance(effect, Send)]
 
 
 @pytest.mark.spec("R340", "R341", "R342")
@@ -339,7 +339,7 @@ def test_a_whole_trace() -> None:
         assert isinstance(effect.packet.message, p.Part)
         parts.append((effect.packet.message, b"".join(effect.packet.payload)))
     trace = merge(parts)
-    assert {one.name for one in trace.processes} == {"scheduler", "worker 1"}
+    assert {process.name for process in trace.processes} == {"scheduler", "worker 1"}
     assert core.heard == ["Beat", "Beat"], "no core hears of traces"
 
 

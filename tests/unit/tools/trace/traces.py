@@ -45,7 +45,7 @@ class Job:
     def _round(
         self, number: int, seq: int, ready: list[int], workers: list[Process], servers: list[Process]
     ) -> list[int]:
-        arrivals: dict[int, list[tuple[int, int]]] = {one: [] for one in range(self.servers)}
+        arrivals: dict[int, list[tuple[int, int]]] = {item: [] for item in range(self.servers)}
         asked = []
         for rank, worker in enumerate(workers):
             at = ready[rank] + self.compute[rank] * MS

@@ -63,8 +63,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Rank]]:
     store = HashStore()
     made = [Rank(store, rank, 3) for rank in range(3)]
     yield made
-    for one in made:
-        one.close()
+    for item in made:
+        item.close()
 
 
 def refusals(works: list[Work]) -> set[str]:
@@ -78,11 +78,11 @@ def refusals(works: list[Work]) -> set[str]:
 
 @pytest.mark.parametrize("odd", range(3))
 def test_every_rank_is_told_which_rank_made_another_call(ranks: list[Rank], odd: int) -> None:
-    for one in ranks:
-        work = one.begin("barrier")
-        one.finish()
+    for rank in ranks:
+        work = rank.begin("barrier")
+        rank.finish()
         work.wait(LIMIT)
-    (text,) = refusals([one.begin("a" if one.rank == odd else "b") for one in ranks])
+    (text,) = refusals([rank.begin("a" if rank.rank == odd else "b") for rank in ranks])
     assert text.startswith("The ranks of group 'g' made different calls. Number 2 is ")
     assert f"a on rank {odd}" in text
     late = ranks[0].begin("anything")
@@ -92,14 +92,14 @@ def test_every_rank_is_told_which_rank_made_another_call(ranks: list[Rank], odd:
 def test_a_call_that_one_rank_was_refused_is_told_to_the_ranks_that_wait(ranks: list[Rank]) -> None:
     ranks[1].calls.add_refused(ValueError("7 is no rank"))
     ranks[1].close()
-    (text,) = refusals([one.begin("a") for one in (ranks[0], ranks[2])])
+    (text,) = refusals([item.begin("a") for item in (ranks[0], ranks[2])])
     assert "a call that was refused (7 is no rank) on rank 1" in text
 
 
 def test_ranks_that_make_the_same_calls_hear_nothing(ranks: list[Rank]) -> None:
-    works = [one.begin(text) for text in "abc" for one in ranks]
-    for one in ranks:
-        one.close()
+    works = [rank.begin(text) for text in "abc" for rank in ranks]
+    for rank in ranks:
+        rank.close()
     assert all(work.is_success() for work in works)
     assert ranks[0].checker.missing(ranks[0].calls) == []
 
@@ -115,15 +115,15 @@ def test_messages_are_compared_by_their_receiver(ranks: list[Rank]) -> None:
     for rank, text in ((1, "4 values"), (2, "5 values")):
         calls = ranks[rank].checker.letters("g/letters/1>2/7", "g", (1, 2), rank)
         calls.add(text)
-    (text,) = refusals([one.begin("barrier") for one in ranks])
+    (text,) = refusals([item.begin("barrier") for item in ranks])
     assert text.startswith("Rank 1 sends to rank 2 what is not received there (g/letters/1>2/7)")
 
 
 def test_single_rank_compares_nothing() -> None:
-    one = Rank(None, 0, 1)
-    work = one.begin("a")
-    one.calls.add_refused(ValueError())
-    one.close()
+    rank = Rank(None, 0, 1)
+    work = rank.begin("a")
+    rank.calls.add_refused(ValueError())
+    rank.close()
     assert work.is_success()
 
 
@@ -137,11 +137,11 @@ def test_torchs_store_may_end_first() -> None:
         def set(self, key: str, value: str) -> None:
             raise RuntimeError("connection reset")
 
-    one = Rank(Ended(), 1, 2)  # type: ignore[no-untyped-call]
-    work = one.begin("a")
-    one.calls.add_refused(ValueError())
-    assert one.checker.missing(one.calls) == []
-    one.close()
+    rank = Rank(Ended(), 1, 2)  # type: ignore[no-untyped-call]
+    work = rank.begin("a")
+    rank.calls.add_refused(ValueError())
+    assert rank.checker.missing(rank.calls) == []
+    rank.close()
     assert work.is_success()
 
 

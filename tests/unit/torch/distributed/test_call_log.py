@@ -22,9 +22,9 @@ def log(*texts: str) -> CallLog:
     return made
 
 
-def difference(one: CallLog, other: CallLog) -> int | None:
-    found = first_difference(one.calls(), other.calls())
-    assert found == first_difference(other.calls(), one.calls())
+def difference(first: CallLog, other: CallLog) -> int | None:
+    found = first_difference(first.calls(), other.calls())
+    assert found == first_difference(other.calls(), first.calls())
     return found
 
 
@@ -37,12 +37,12 @@ def test_logs_differ_at_the_first_call_that_is_another() -> None:
 
 
 def test_a_difference_is_seen_when_its_calls_are_forgotten() -> None:
-    one, other = log("a"), log("b")
+    call_log, other = log("a"), log("b")
     for _ in range(KEPT + 5):
-        one.add("c")
+        call_log.add("c")
         other.add("c")
-    assert difference(one, other) == 7
-    assert "They differed before number 7" in in_words("T", 7, {0: one.calls(), 1: other.calls()})
+    assert difference(call_log, other) == 7
+    assert "They differed before number 7" in in_words("T", 7, {0: call_log.calls(), 1: other.calls()})
 
 
 def test_logs_far_apart_are_not_compared() -> None:
@@ -51,13 +51,13 @@ def test_logs_far_apart_are_not_compared() -> None:
 
 
 def test_calls_that_all_ranks_are_refused_are_alike_whatever_the_reasons() -> None:
-    one, other, third = log("a"), log("a"), log("a", "b")
-    one.add_refused(ValueError("3 is too large"))
+    call_log, other, third = log("a"), log("a"), log("a", "b")
+    call_log.add_refused(ValueError("3 is too large"))
     other.add_refused(ValueError("4 is too large"))
-    assert difference(one, other) is None
-    assert (one.last_refused, one.count) == (2, 2)
-    assert difference(one, third) == 2
-    text = in_words("T", 2, {5: one.calls(), 6: third.calls(), 7: third.calls()})
+    assert difference(call_log, other) is None
+    assert (call_log.last_refused, call_log.count) == (2, 2)
+    assert difference(call_log, third) == 2
+    text = in_words("T", 2, {5: call_log.calls(), 6: third.calls(), 7: third.calls()})
     assert text.startswith(
         "T. Number 2 is a call that was refused (3 is too large) on rank 5; b on ranks 6, 7. "
     )
@@ -67,26 +67,26 @@ def test_an_exchange_differs_where_one_rank_sends_what_the_other_does_not_receiv
     logs = [log() for _ in range(3)]
     for rank, sends, receives in ((0, [1, 2], [1, 3]), (1, [3, 1], [2, 1]), (2, [3, 1], [1, 1])):
         logs[rank].add_exchange("all_to_all", sends, receives)
-    one, other, third = (each.calls() for each in logs)
-    assert first_difference(one, third) is None
-    assert exchange_difference(one, other, 0, 1) is exchange_difference(other, one, 1, 0) is None
-    assert exchange_difference(one, third, 0, 1) == exchange_difference(third, one, 1, 0) == 1
-    assert exchange_difference(one, log("all_to_all").calls(), 0, 1) is None
-    assert exchange_difference(one, [], 0, 1) is None
-    text = in_words("T", 1, {0: one, 1: third})
+    first, other, third = (each.calls() for each in logs)
+    assert first_difference(first, third) is None
+    assert exchange_difference(first, other, 0, 1) is exchange_difference(other, first, 1, 0) is None
+    assert exchange_difference(first, third, 0, 1) == exchange_difference(third, first, 1, 0) == 1
+    assert exchange_difference(first, log("all_to_all").calls(), 0, 1) is None
+    assert exchange_difference(first, [], 0, 1) is None
+    text = in_words("T", 1, {0: first, 1: third})
     assert "all_to_all that sends [3, 1] and receives [1, 1] values on rank 1" in text
 
 
 def test_the_parts_of_an_exchange_of_many_ranks_are_not_kept() -> None:
-    one = log()
-    one.add_exchange("all_to_all", [1] * (EXCHANGED_MAX + 1), [1] * (EXCHANGED_MAX + 1))
-    (call,) = one.calls()
+    call_log = log()
+    call_log.add_exchange("all_to_all", [1] * (EXCHANGED_MAX + 1), [1] * (EXCHANGED_MAX + 1))
+    (call,) = call_log.calls()
     assert (call.text, call.sends) == ("all_to_all", [])
 
 
 def test_a_page_says_what_the_log_says() -> None:
-    one = log("a", "b")
-    assert from_page(to_page(one.calls())) == one.calls()
+    call_log = log("a", "b")
+    assert from_page(to_page(call_log.calls())) == call_log.calls()
 
 
 def test_tensors_are_described_by_type_and_shape() -> None:

@@ -31,26 +31,30 @@ def staged(count: int = 4, dtype: torch.dtype = torch.float32) -> Staged:
     return Staged(torch.zeros(count, dtype=dtype))
 
 
-def reduced(one: Collectives, given: Staged, op: str) -> str:
-    return one.reduce("all_reduce", given, op, None)[0]
+def reduced(collectives: Collectives, given: Staged, op: str) -> str:
+    return collectives.reduce("all_reduce", given, op, None)[0]
 
 
 def test_a_sum_of_all_ranks_is_a_round_of_its_own_key() -> None:
-    one = group(0)
-    assert reduced(one, staged(), "SUM") == "g/all_reduce.SUM/float32/4"
-    assert reduced(one, staged(), "AVG") == "g/all_reduce.AVG/float32/4"
-    assert reduced(one, staged(5), "SUM") == "g/all_reduce.SUM/float32/5"
+    collectives = group(0)
+    assert reduced(collectives, staged(), "SUM") == "g/all_reduce.SUM/float32/4"
+    assert reduced(collectives, staged(), "AVG") == "g/all_reduce.AVG/float32/4"
+    assert reduced(collectives, staged(5), "SUM") == "g/all_reduce.SUM/float32/5"
     half = staged(dtype=torch.float16)
-    assert reduced(one, half, "SUM") == "g/all_reduce.SUM/float16/4"
-    assert one._sum_key("all_reduce.AVG", "AVG", half)[1].dtype == "float32", "no overflow"
+    assert reduced(collectives, half, "SUM") == "g/all_reduce.SUM/float16/4"
+    assert collectives._sum_key("all_reduce.AVG", "AVG", half)[1].dtype == "float32", "no overflow"
 
 
 def test_calls_that_differ_use_different_keys() -> None:
-    one = group(0)
+    collectives = group(0)
     square = Staged(torch.zeros(2, 2))
-    names = [reduced(one, square, "SUM"), reduced(one, staged(), "SUM"), one.barrier()[0]]
-    names += [one.reduce("reduce", staged(), "SUM", dst)[0] for dst in (0, 1)]
-    names += [one._post(f"broadcast/{src}", given) for src in (0, 1) for given in (square, staged())]
+    names = [
+        reduced(collectives, square, "SUM"),
+        reduced(collectives, staged(), "SUM"),
+        collectives.barrier()[0],
+    ]
+    names += [collectives.reduce("reduce", staged(), "SUM", dst)[0] for dst in (0, 1)]
+    names += [collectives._post(f"broadcast/{src}", given) for src in (0, 1) for given in (square, staged())]
     assert len(set(names)) == len(names)
 
 
@@ -65,10 +69,10 @@ def test_other_reductions_and_subgroups_are_swaps() -> None:
 @pytest.mark.parametrize("src", [0, 1, 2])
 def test_both_ends_of_a_letter_use_one_track(src: int) -> None:
     for what in (
-        lambda one: one.broadcast(staged(), src),
-        lambda one: one.scatter(staged(), [staged()] * 3, src),
-        lambda one: one.gather([staged()] * 3, staged(), src),
-        lambda one: one.reduce("reduce", staged(), "MAX", src),
+        lambda item: item.broadcast(staged(), src),
+        lambda item: item.scatter(staged(), [staged()] * 3, src),
+        lambda item: item.gather([staged()] * 3, staged(), src),
+        lambda item: item.reduce("reduce", staged(), "MAX", src),
     ):
         assert len({what(group(rank))[0] for rank in range(3)}) == 1
     sender, receiver = group(src), group((src + 1) % 3)
@@ -77,32 +81,32 @@ def test_both_ends_of_a_letter_use_one_track(src: int) -> None:
 
 
 def test_ranks_of_a_group_are_not_those_of_the_job() -> None:
-    one = group(1, 2, 1)
-    assert one.rank == 1
-    assert one._others == [2]
+    collectives = group(1, 2, 1)
+    assert collectives.rank == 1
+    assert collectives._others == [2]
 
 
 def test_a_member_that_has_left_is_missed_by_what_needs_all() -> None:
-    one = group(0)
-    one._board.gone = [1]  # type: ignore[attr-defined]
+    collectives = group(0)
+    collectives._board.gone = [1]  # type: ignore[attr-defined]
     for call in (
-        lambda: one.reduce("all_reduce", staged(), "SUM", None),
-        lambda: one.all_gather([staged()] * 3, staged()),
-        lambda: one.all_to_all([staged()] * 3, [staged()] * 3),
-        lambda: one.reduce_scatter(staged(), [staged()] * 3, "SUM"),
-        lambda: one.barrier(),
+        lambda: collectives.reduce("all_reduce", staged(), "SUM", None),
+        lambda: collectives.all_gather([staged()] * 3, staged()),
+        lambda: collectives.all_to_all([staged()] * 3, [staged()] * 3),
+        lambda: collectives.reduce_scatter(staged(), [staged()] * 3, "SUM"),
+        lambda: collectives.barrier(),
     ):
         says = "worker 1 has left the job, and the group 'g' needs it"
         with pytest.raises(WorkerLost, match=re.escape(says)):
             call()
-    one.broadcast(staged(), 1)  # it may have been said before
-    one.reduce("reduce", staged(), "MAX", 0)
+    collectives.broadcast(staged(), 1)  # it may have been said before
+    collectives.reduce("reduce", staged(), "MAX", 0)
 
 
 def test_tags_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "LETTERS_MAX", 10)
-    one = group(0)
-    one.send(staged(), 1, 0)
-    one._board.posts = 11  # type: ignore[misc]
+    item = group(0)
+    item.send(staged(), 1, 0)
+    item._board.posts = 11  # type: ignore[misc]
     with pytest.raises(ConfigError, match="used 11 combinations of ranks, tags and sizes"):
-        one.send(staged(), 1, 1)
+        item.send(staged(), 1, 1)

@@ -77,10 +77,10 @@ def test_a_row_is_multiplied_and_the_tensor_is_not() -> None:
 
 
 def test_an_expanded_tensor_is_written_once() -> None:
-    one = torch.zeros(2, 1)
-    staged = Staged(one.expand(2, 3), is_read=False)
+    values = torch.zeros(2, 1)
+    staged = Staged(values.expand(2, 3), is_read=False)
     staged.deliver(torch.tensor([1.0, 1.0, 1.0, 2.0, 2.0, 2.0]))
-    assert one.tolist() == [[1.0], [2.0]]
+    assert values.tolist() == [[1.0], [2.0]]
 
 
 def test_write_only_tensor_is_not_read() -> None:
@@ -127,13 +127,13 @@ def test_every_reduction(name: str, wanted: list[int]) -> None:
 def test_halves_are_reduced_in_float32_and_rounded_once() -> None:
     rows = [torch.tensor([60_000.0], dtype=torch.float16)] * 3
     assert fold("AVG", rows).tolist() == rows[0].tolist()
-    tiny = [torch.tensor([one], dtype=torch.bfloat16) for one in (1.0, 2.0**-8, 2.0**-8)]
+    tiny = [torch.tensor([item], dtype=torch.bfloat16) for item in (1.0, 2.0**-8, 2.0**-8)]
     assert fold("SUM", tiny).item() == 1.0 + 2.0**-7
 
 
 @pytest.mark.parametrize("dtype", UNSIGNED)
 def test_unsigned_numbers_are_reduced(dtype: torch.dtype) -> None:
-    rows = [one.to(dtype) for one in ROWS]
+    rows = [item.to(dtype) for item in ROWS]
     most = torch.iinfo(dtype).max
     for name in FOLDS:
         check(name, dtype)

@@ -33,13 +33,13 @@ class Servers:
 
     def happen(self) -> bool:
         """Do one thing that can be done."""
-        able = [one for one in self.asked if one[0]()]
+        able = [item for item in self.asked if item[0]()]
         if not able:
             return False
-        one = self.chance.choice(able)
-        self.asked.remove(one)
-        one[1]()
-        one[2].end(None, None)
+        number = self.chance.choice(able)
+        self.asked.remove(number)
+        number[1]()
+        number[2].end(None, None)
         return True
 
 
@@ -98,7 +98,7 @@ def play(seed: int, collectives: Callable[[Desk, int], Sequence[Steps]]) -> None
     while any(lines):
         moved = servers.happen()
         for rank in servers.chance.sample(range(RANKS), RANKS):
-            while lines[rank] and all(one.is_over for one in waiting[rank]):
+            while lines[rank] and all(item.is_over for item in waiting[rank]):
                 moved = True
                 try:
                     waiting[rank] = next(lines[rank][0])
@@ -202,6 +202,6 @@ def test_shapes_of_one_size_have_keys_of_their_own() -> None:
 
 def test_ranks_that_make_the_same_calls_choose_the_same_keys() -> None:
     calls = [(kind, count * 37 % 500) for count in range(200) for kind in ("int8", "float32")]
-    one, other = KeySizes(), KeySizes()
-    chosen = [[sizes.of(kind, (n,), n) for kind, n in calls] for sizes in (one, other)]
+    key_sizes, other = KeySizes(), KeySizes()
+    chosen = [[sizes.of(kind, (n,), n) for kind, n in calls] for sizes in (key_sizes, other)]
     assert chosen[0] == chosen[1]

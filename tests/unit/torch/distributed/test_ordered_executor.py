@@ -12,11 +12,11 @@ from kvps.torch.distributed.work import Work
 
 @pytest.fixture
 def tracks() -> Iterator[OrderedExecutor]:
-    one = OrderedExecutor()
-    yield one
-    one.close()
-    one._thread.join(30.0)
-    assert not one._thread.is_alive()
+    ordered_executor = OrderedExecutor()
+    yield ordered_executor
+    ordered_executor.close()
+    ordered_executor._thread.join(30.0)
+    assert not ordered_executor._thread.is_alive()
 
 
 def steps(log: list[str], name: str, *tickets: list[Ticket]) -> Steps:

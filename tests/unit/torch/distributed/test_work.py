@@ -39,9 +39,9 @@ def test_a_failure_is_raised_as_it_is_and_told_to_futures() -> None:
     assert work.exception() is error
     assert work.is_completed()
     assert not work.is_success()
-    for one in (future, work.get_future()):
+    for item in (future, work.get_future()):
         with pytest.raises(RuntimeError, match="WorkerLost: worker 2 is lost"):
-            one.wait()
+            item.wait()
 
 
 def test_a_wait_may_have_a_limit() -> None:
@@ -93,7 +93,7 @@ def test_a_work_of_several_is_over_when_all_are_and_has_the_first_error() -> Non
     assert not whole.is_completed()
     works[0].end()
     assert whole.wait()
-    assert [len(one) for one in whole.result()] == [1, 2]
+    assert [len(item) for item in whole.result()] == [1, 2]
     assert all_of("none", []).wait()
     failed = Work("failed", [])
     failed.end(ConfigError("no"))

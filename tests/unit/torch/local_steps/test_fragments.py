@@ -44,8 +44,11 @@ def test_parameters_without_elements_fill_fragments() -> None:
 
 
 def test_fragments_may_be_given_as_modules_and_parameters() -> None:
-    one = model()
-    found = fragments_of(trained(one), [one[0], [one[1], one[3]], [one[2].weight, one[2].bias]])
+    sequential = model()
+    found = fragments_of(
+        trained(sequential),
+        [sequential[0], [sequential[1], sequential[3]], [sequential[2].weight, sequential[2].bias]],
+    )
     assert found == (
         ("0.weight", "0.bias"),
         ("1.weight", "1.bias", "3.weight", "3.bias"),
@@ -54,31 +57,31 @@ def test_fragments_may_be_given_as_modules_and_parameters() -> None:
 
 
 def test_frozen_parameters_belong_to_no_fragment() -> None:
-    one = model()
-    one[0].requires_grad_(False)
-    assert len(fragments_of(trained(one), [one[1:]])) == 1
+    sequential = model()
+    sequential[0].requires_grad_(False)
+    assert len(fragments_of(trained(sequential), [sequential[1:]])) == 1
 
 
 @pytest.mark.parametrize(
     ("cut", "match"),
     [
-        (lambda one: 0, "fragments=0: use 1 to 8"),
-        (lambda one: 9, "fragments=9: use 1 to 8, the number of trained parameters"),
-        (lambda one: True, "fragments=True: give a number, or a list"),
-        (lambda one: "2", "fragments='2'"),
-        (lambda one: None, "fragments=None"),
-        (lambda one: [one[0], one[1:3]], "no fragment has '3.weight', '3.bias'; add it to a fragment"),
-        (lambda one: [one, one[1]], r"parameter '1.weight' is in fragments\[0\] and in fragments\[1\]"),
-        (lambda one: [one, torch.nn.ReLU()], r"fragments\[1\] has no trained parameter"),
-        (lambda one: [one, model()], r"fragments\[1\] has 8 trained parameter\(s\) that the model"),
-        (lambda one: [one, 3], r"fragments\[1\] is a int; give a module, a parameter, or a list"),
-        (lambda one: [one, ["0.weight"]], r"fragments\[1\] is a str"),
+        (lambda item: 0, "fragments=0: use 1 to 8"),
+        (lambda item: 9, "fragments=9: use 1 to 8, the number of trained parameters"),
+        (lambda item: True, "fragments=True: give a number, or a list"),
+        (lambda item: "2", "fragments='2'"),
+        (lambda item: None, "fragments=None"),
+        (lambda item: [item[0], item[1:3]], "no fragment has '3.weight', '3.bias'; add it to a fragment"),
+        (lambda item: [item, item[1]], r"parameter '1.weight' is in fragments\[0\] and in fragments\[1\]"),
+        (lambda item: [item, torch.nn.ReLU()], r"fragments\[1\] has no trained parameter"),
+        (lambda item: [item, model()], r"fragments\[1\] has 8 trained parameter\(s\) that the model"),
+        (lambda item: [item, 3], r"fragments\[1\] is a int; give a module, a parameter, or a list"),
+        (lambda item: [item, ["0.weight"]], r"fragments\[1\] is a str"),
     ],
 )
 def test_senseless_fragments_are_refused(cut: Any, match: str) -> None:
-    one = model()
+    sequential = model()
     with pytest.raises(ConfigError, match=match):
-        fragments_of(trained(one), cut(one))
+        fragments_of(trained(sequential), cut(sequential))
 
 
 # --- the schedule of local steps ------------------------------------------------------------------
@@ -110,7 +113,7 @@ def test_without_fragments_all_leave_together() -> None:
 
 
 def test_fragments_take_turns() -> None:
-    assert [one for one in events(Schedule.of(6, 3, 0), 12) if one[1] == "push"] == [
+    assert [event for event in events(Schedule.of(6, 3, 0), 12) if event[1] == "push"] == [
         *[(2, "push", 0), (4, "push", 1), (6, "push", 2)],
         *[(8, "push", 0), (10, "push", 1), (12, "push", 2)],
     ]

@@ -19,7 +19,7 @@ def model() -> torch.nn.Module:
 
 
 def found(module: torch.nn.Module, chosen: list[torch.nn.Module] | None = None) -> dict[str, list[str]]:
-    return {one.path: one.names for one in cut(module, dict(module.named_parameters()), chosen)}
+    return {item.path: item.names for item in cut(module, dict(module.named_parameters()), chosen)}
 
 
 def test_elements_of_lists_are_blocks_and_what_is_left_is_the_rest() -> None:
@@ -58,10 +58,10 @@ def test_a_block_must_be_a_module_inside_that_is_called() -> None:
 def test_the_order_is_that_of_the_pass_before() -> None:
     order = ExecutionOrder(4)
     order.begin()
-    assert [order.enter(one) for one in (0, 2, 1)] == [1, 3, 2]
+    assert [order.enter(item) for item in (0, 2, 1)] == [1, 3, 2]
     assert order.is_last(3)
     assert (order.before(0), order.before(1), order.before(2), order.before(3)) == (1, 2, None, None)
     order.begin()
     assert order.is_last(1)
     assert order.first() == 2
-    assert [order.enter(one) for one in (0, 1, 2, 3)] == [2, None, 1, None]
+    assert [order.enter(item) for item in (0, 1, 2, 3)] == [2, None, 1, None]

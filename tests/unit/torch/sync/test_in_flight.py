@@ -48,14 +48,14 @@ SIZES = {"a": 4, "b": 6, "c": 10, "d": 1}
 
 def test_a_bucket_leaves_when_it_is_full() -> None:
     buckets = Buckets(SIZES, limit_bytes=10)
-    assert [buckets.add(one) for one in ("d", "c", "b", "a")] == [[], ["c", "d"], [], ["a", "b"]]
+    assert [buckets.add(item) for item in ("d", "c", "b", "a")] == [[], ["c", "d"], [], ["a", "b"]]
     assert buckets.flush() == []
     assert buckets.number == 2
 
 
 def test_the_rest_leaves_when_backward_is_over() -> None:
     buckets = Buckets(SIZES, limit_bytes=100)
-    assert [buckets.add(one) for one in ("d", "b")] == [[], []]
+    assert [buckets.add(item) for item in ("d", "b")] == [[], []]
     assert buckets.flush() == ["b", "d"], "in the order of the store"
     assert buckets.number == 1
 
@@ -85,12 +85,12 @@ class TestArranged:
         buckets = Buckets(dict.fromkeys("abcd", 8), limit_bytes=15)
         buckets.arrange({"a": [1], "b": [1, 2], "c": [2], "d": [3]})
         buckets.begin()
-        assert [buckets.add(one) for one in ("d", "c")] == [[], []]
+        assert [buckets.add(item) for item in ("d", "c")] == [[], []]
         assert buckets.add("b") == [], "chunk 1 is open"
         assert buckets.add("a") == []
         assert buckets.flush() == ["a", "b", "c", "d"]
         buckets.begin()
-        assert [buckets.add(one) for one in ("c", "b")] == [[], []], "chunk 1 is open"
+        assert [buckets.add(item) for item in ("c", "b")] == [[], []], "chunk 1 is open"
         assert buckets.add("a") == ["a", "b", "c"]
 
     def test_the_next_step_waits_again(self) -> None:
@@ -98,14 +98,14 @@ class TestArranged:
         buckets.arrange({"a": [1], "b": [1], "c": [2]})
         for _ in range(2):
             buckets.begin()
-            assert [buckets.add(one) for one in "bac"] == [[], ["a", "b"], []]
+            assert [buckets.add(item) for item in "bac"] == [[], ["a", "b"], []]
             assert buckets.flush() == ["c"]
 
     def test_small_gradients_leave_last(self) -> None:
         buckets = Buckets({"a": 100, "x": 1, "b": 100, "y": 1}, limit_bytes=100)
         buckets.arrange({"a": [1], "x": [1], "b": [2], "y": [1]})
         buckets.begin()
-        assert [buckets.add(one) for one in ("y", "b", "x", "a")] == [[], ["b"], [], []]
+        assert [buckets.add(item) for item in ("y", "b", "x", "a")] == [[], ["b"], [], []]
         assert buckets.flush() == ["a", "x", "y"], "with the last of the others"
         assert buckets.number == 2
 

@@ -118,8 +118,8 @@ class TestPassEnd:
         seen, end = Seen(), PassEnd()
         news: list[bool] = []
         a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-        for one in (a, b):
-            one.register_post_accumulate_grad_hook(lambda _: news.append(end.wait(seen.on_end)))
+        for item in (a, b):
+            item.register_post_accumulate_grad_hook(lambda _: news.append(end.wait(seen.on_end)))
         for number in (1, 2):
             (a * b).sum().backward()
             assert seen.ends == number

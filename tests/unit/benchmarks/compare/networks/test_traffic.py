@@ -13,7 +13,7 @@ from kvps.tools.bench.figures import Case, Measurement
 def test_links_carry_what_their_counters_grew_by() -> None:
     links = traffic_between([(100, 200), (0, 0)], [(1100, 2200), (0, 50)], 10)
     assert links == (Traffic("host 0", 100.0, 200.0), Traffic("host 1", 0.0, 5.0))
-    trials = [NetworkTrial((1.0,), (Traffic("host 0", one, 2 * one),)) for one in (1.0, 2.0, 9.0)]
+    trials = [NetworkTrial((1.0,), (Traffic("host 0", item, 2 * item),)) for item in (1.0, 2.0, 9.0)]
     assert traffic_of(Measurement(Case("small", 2, 2), "kvps", trials)) == (Traffic("host 0", 2.0, 4.0),)
 
 

@@ -46,7 +46,7 @@ JOINED, OVER = Turn(has_joined=True), Turn(over="bye")
 
 
 def names(decisions: list[Decision]) -> list[str]:
-    return [one.first.name for one in decisions if isinstance(one, Execute)]
+    return [decision.first.name for decision in decisions if isinstance(decision, Execute)]
 
 
 def test_missing_operation_names_the_ranks() -> None:
@@ -127,9 +127,9 @@ def test_an_operation_of_a_set_waits_for_its_ranks_only() -> None:
     assert isinstance(run, Execute)
     assert run.process_set == 1
     assert job.coordinator.sets == {0: (0, 1, 2), 1: (0, 2)}
-    one = sum_of("a", process_set=1)
-    assert names(job.say(r0=[one], r2=[one])) == ["a"]
-    (told,) = job.say(r1=[one])
+    collective_request = sum_of("a", process_set=1)
+    assert names(job.say(r0=[collective_request], r2=[collective_request])) == ["a"]
+    (told,) = job.say(r1=[collective_request])
     assert isinstance(told, Refuse)
     assert "rank 1 is not in the process set [0, 2]" in told.reason
 
@@ -145,11 +145,11 @@ def test_a_set_is_removed_when_nothing_is_under_way_in_it() -> None:
     job = Job(2)
     job.say(r0=[add(0, 1)], r1=[add(0, 1)])
     remove = CollectiveRequest("remove", REMOVE_SET, root=1)
-    one = sum_of("a", process_set=1)
-    (told,) = job.say(r0=[one, remove], r1=[remove])
+    collective_request = sum_of("a", process_set=1)
+    (told,) = job.say(r0=[collective_request, remove], r1=[remove])
     assert isinstance(told, Refuse)
     assert "'a' is not done in process set 1" in told.reason
-    job.say(r1=[one])
+    job.say(r1=[collective_request])
     job.say(r0=[remove], r1=[remove])
     assert job.coordinator.sets == {0: (0, 1)}
     job.say(r0=[add(1)], r1=[add(1)])
@@ -164,8 +164,8 @@ def test_ranks_that_wait_for_different_operations_are_told() -> None:
     job.say(r0=[sum_of("a")], r1=[sum_of("b")])
     assert job.say(r0=Turn(waits_for=(0, "a"))) == []
     told = job.say(r1=Turn(waits_for=(0, "b")))
-    assert [one.key for one in told if isinstance(one, Refuse)] == [(0, "a"), (0, "b")]
-    assert all("rank 0 waits for allreduce 'a'; rank 1 waits for" in str(one) for one in told)
+    assert [effect.key for effect in told if isinstance(effect, Refuse)] == [(0, "a"), (0, "b")]
+    assert all("rank 0 waits for allreduce 'a'; rank 1 waits for" in str(effect) for effect in told)
 
 
 def test_a_rank_that_goes_on_does_not_wait() -> None:
@@ -212,12 +212,12 @@ def test_the_lowest_rank_that_leaves_gives_the_reason() -> None:
 def run(name: str, kind: str = ALLREDUCE, dtypes: tuple[str, ...] = ("float32",), **more: object) -> Execute:
     joined = more.pop("joined", ())
     op = more.pop("op", "sum" if kind == ALLREDUCE else "")
-    parts = tuple([Part(one, (1,)) for one in dtypes])
+    parts = tuple([Part(dtype, (1,)) for dtype in dtypes])
     return Execute({0: CollectiveRequest(name, kind, parts=parts, op=op, **more)}, (0, 1), joined)  # type: ignore[arg-type]
 
 
 def names_of_fusion(runs: list[tuple[Execute, int]], limit: int) -> list[list[str]]:
-    return [[one.first.name for one in bucket] for bucket in fused(runs, limit)]
+    return [[item.first.name for item in bucket] for bucket in fused(runs, limit)]
 
 
 def test_sums_of_one_type_share_a_bucket_up_to_the_limit() -> None:
@@ -229,7 +229,7 @@ def test_sums_of_one_type_share_a_bucket_up_to_the_limit() -> None:
 
 def test_other_types_sets_and_joins_are_apart() -> None:
     others = [run("b", dtypes=("float64",)), run("c", process_set=1), run("d", joined=(1,))]
-    runs = [(run("a"), 4), *[(one, 4) for one in others], (run("e"), 4)]
+    runs = [(run("a"), 4), *[(other, 4) for other in others], (run("e"), 4)]
     assert names_of_fusion(runs, 99) == [["a", "e"], ["b"], ["c"], ["d"]]
 
 
@@ -246,4 +246,4 @@ def test_broadcasts_of_one_root_share_a_bucket() -> None:
 def test_operations_other_than_sums_travel_alone() -> None:
     alone = [run("a", op="max"), run("b", op="max"), run("c", ALLGATHER), run("d", ALLGATHER)]
     mixed = run("e", dtypes=("int8", "float32"))
-    assert names_of_fusion([(one, 4) for one in (*alone, mixed, mixed)], 99) == [[x] for x in "abcdee"]
+    assert names_of_fusion([(item, 4) for item in (*alone, mixed, mixed)], 99) == [[x] for x in "abcdee"]

@@ -56,10 +56,10 @@ def test_a_difference_within_a_group_names_the_tensor() -> None:
 
 @pytest.mark.parametrize("kind", [ALLGATHER, ALLTOALL])
 def test_the_first_dimension_of_an_uneven_operation_may_differ(kind: str) -> None:
-    one, other = (CollectiveRequest("x", kind, parts=(Part("int8", (rows, 3)),)) for rows in (2, 5))
-    assert not difference(0, one, 1, other)
-    assert difference(0, one, 1, CollectiveRequest("x", kind, parts=(Part("int8", (2, 4)),)))
-    assert difference(0, one, 1, CollectiveRequest("x", kind, parts=(Part("int8", (2, 3, 1)),)))
+    first, other = (CollectiveRequest("x", kind, parts=(Part("int8", (rows, 3)),)) for rows in (2, 5))
+    assert not difference(0, first, 1, other)
+    assert difference(0, first, 1, CollectiveRequest("x", kind, parts=(Part("int8", (2, 4)),)))
+    assert difference(0, first, 1, CollectiveRequest("x", kind, parts=(Part("int8", (2, 3, 1)),)))
 
 
 @pytest.mark.parametrize(

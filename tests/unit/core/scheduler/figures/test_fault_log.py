@@ -19,7 +19,7 @@ def log_of(stage: Stage) -> FaultLog:
 
 
 def steps(log: FaultLog) -> list[list[str]]:
-    return [[text for _, text in one.steps] for one in log.faults]
+    return [[text for _, text in fault.steps] for fault in log.faults]
 
 
 def test_rounds_without_a_lost_worker_are_a_step_that_is_said_once() -> None:
@@ -49,11 +49,11 @@ def test_a_member_is_lost_once_and_unknown_ones_change_nothing() -> None:
     log = FaultLog()
     log.lost(WORKER, "silent", 1.0)
     log.lost(WORKER, "again", 2.0)
-    assert [one.reason for one in log.faults] == ["silent"]
+    assert [fault.reason for fault in log.faults] == ["silent"]
     log.returned(WORKER, 3.0)
     log.lost(WORKER, "again", 4.0)
     log.returned(Node(Role.WORKER, 7), 5.0)
-    assert [one.reason for one in log.faults] == ["silent", "again"]
+    assert [fault.reason for fault in log.faults] == ["silent", "again"]
 
 
 def test_all_of_it_is_bounded() -> None:

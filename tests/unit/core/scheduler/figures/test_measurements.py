@@ -20,7 +20,7 @@ def answer(number: int, *counts: Count) -> Measured:
 def asked(stage: Stage, *routes: str) -> list[int]:
     """Have the servers asked; return the numbers of the questions to these."""
     effects = stage.take(stage.scheduler.on_measure(stage.now))
-    return [one.number for route in routes for one in sent(effects, Measure, route)]
+    return [item.number for route in routes for item in sent(effects, Measure, route)]
 
 
 def formed(servers: int = 1) -> Stage:
@@ -38,10 +38,10 @@ def test_a_server_is_asked_again_when_it_has_answered_or_time_has_passed() -> No
     stage.now += 1
     assert asked(stage, "s0") == []
     stage.say("s0", answer(1))
-    assert [(one.rank, one.answer_s, one.age_s) for one in figures(stage.now)] == [(0, 1.0, 0.0)]
+    assert [(figure.rank, figure.answer_s, figure.age_s) for figure in figures(stage.now)] == [(0, 1.0, 0.0)]
     assert asked(stage, "s0") == [2]
     stage.wait(AGAIN_S, ["s0", "w0"])
-    assert [(one.answer_s, one.age_s) for one in figures(stage.now)] == [(5.0, 5.0)]
+    assert [(figure.answer_s, figure.age_s) for figure in figures(stage.now)] == [(5.0, 5.0)]
     assert asked(stage, "s0") == [3]
     stage.say("s0", answer(2))  # to the older question
     assert figures(stage.now)[0].measured.number == 1

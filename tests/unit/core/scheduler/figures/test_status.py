@@ -52,12 +52,12 @@ def test_of_each_store_the_oldest_round_of_all_servers_is_shown_as_old_as_it_is_
     picture.tell(1, told((OLD._replace(key="b", age_s=15.0),)), 101.0)
     picture.tell(2, told((OLD._replace(key="c", age_s=3.0),)), 102.0)
     shown = picture.rounds(held(0, 1, 2), 102.0)
-    assert [(one.server, one.store, one.key, one.age_s) for one in shown] == [
+    assert [(item.server, item.store, item.key, item.age_s) for item in shown] == [
         (0, "other", "w", 32.0),
         (1, "kv", "b", 16.0),
     ]
     picture.tell(1, told(()), 103.0)
-    assert [one.server for one in picture.rounds(held(0, 1, 2), 103.0)] == [0, 0]
+    assert [round_.server for round_ in picture.rounds(held(0, 1, 2), 103.0)] == [0, 0]
 
 
 @pytest.mark.spec("R129")
@@ -78,12 +78,16 @@ def test_look_is_answered_at_once_and_changes_nothing() -> None:
     before, saved = stage.states(), stage.saved
     seen = look(stage)
     assert (seen.seq, seen.phase) == (9, "forming")
-    assert [(one.role, one.state) for one in seen.members] == [(2, "held"), (2, "empty"), (1, "empty")]
+    assert [(member.role, member.state) for member in seen.members] == [
+        (2, "held"),
+        (2, "empty"),
+        (1, "empty"),
+    ]
     stage.hello("w1", "worker")
     stage.hello("s0", "server")
     running = look(stage)
     assert running.phase == "running"
-    assert {one.state for one in running.members} == {"held"}
+    assert {member.state for member in running.members} == {"held"}
     assert before != stage.states()
     now, saved = stage.states(), stage.saved
     look(stage)
@@ -111,7 +115,10 @@ def test_figures_come_from_beats_hellos_and_what_servers_tell() -> None:
     stage.say("s0", Beat(0, "", 0, 50, 100, 4096, 8192))
     stage.say("s0", told((), {"1": 0.25, "0": 0.0}))
     seen = look(stage)
-    by_node = {(one.role, one.rank): figures for one, figures in zip(seen.members, seen.figures, strict=True)}
+    by_node = {
+        (member.role, member.rank): figures
+        for member, figures in zip(seen.members, seen.figures, strict=True)
+    }
     version = "kvps 0.1"
     assert by_node[Role.WORKER, 1] == Figures(version, 7, 100, 50, 0, 0, 0.25)
     assert by_node[Role.WORKER, 0] == Figures(version, 0, 0, 0, 0, 0, 0.0)
@@ -125,8 +132,8 @@ def test_a_seat_that_is_not_held_has_no_figures_and_old_lateness_is_not_shown() 
     report.tell(0, told((), {"0": 0.5}), 100.0)
     worker = Seat(Node(Role.WORKER, 0), State.HELD, 1, software="1.0")
     seats = {**held(0), worker.node: worker}
-    assert [one.late_s for one in figures(seats, report, 100.0)] == [0.5, 0.0]
-    assert [one.late_s for one in figures(seats, report, 100.1 + TOLD_MAX_S)] == [0.0, 0.0]
+    assert [figure.late_s for figure in figures(seats, report, 100.0)] == [0.5, 0.0]
+    assert [figure.late_s for figure in figures(seats, report, 100.1 + TOLD_MAX_S)] == [0.0, 0.0]
     worker.figures = BeatFigures(rounds=7)
     worker.lose("silent", 100.0)
     assert figures(seats, report, 100.0)[0] == Figures("1.0", 0, 0, 0, 0, 0, 0.0)
@@ -155,4 +162,4 @@ def test_a_ping_that_is_too_large_is_refused_and_too_many_are_not_answered() -> 
     assert "at most 262144" in refused.packet.message.text
     small = Packet(NOBODY, Ping())
     answers = [taken(stage.scheduler, stage.scheduler.on_packet(b"x", small, stage.now)) for _ in range(30)]
-    assert sum([bool(one) for one in answers]) == stage.settings.limits.looks
+    assert sum([bool(answer) for answer in answers]) == stage.settings.limits.looks

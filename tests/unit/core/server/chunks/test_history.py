@@ -47,41 +47,41 @@ def eight(first: float, *others: float) -> list[float]:
 
 
 def test_a_sum_becomes_the_values() -> None:
-    one = Piece()
-    assert one.move(eight(0.75), adds=False) == eight(0.5)
-    assert one.move(eight(0.0), adds=False) == eight(0.0)
-    assert one.move(eight(0.25), adds=False) == eight(0.5)
+    piece = Piece()
+    assert piece.move(eight(0.75), adds=False) == eight(0.5)
+    assert piece.move(eight(0.0), adds=False) == eight(0.0)
+    assert piece.move(eight(0.25), adds=False) == eight(0.5)
 
 
 def test_steps_lead_from_a_version_to_the_newest() -> None:
-    one = Piece()
+    piece = Piece()
     copies = {0: torch.zeros(8)}
     for step in range(5):
-        one.move(eight(0.6 * step, -0.4))
-        copies[step + 1] = one.values[4:12].clone()
+        piece.move(eight(0.6 * step, -0.4))
+        copies[step + 1] = piece.values[4:12].clone()
     for version, copy in copies.items():
-        found = one.lead(version)
+        found = piece.lead(version)
         assert found is not None
         assert len(found) == 5 - version
         for code, octets in found:
             copy += decode(code, octets, torch.empty(8))
-        assert torch.equal(copy, one.values[4:12])
-    assert one.lead(6) is None
-    assert one.lead(-1) is None
+        assert torch.equal(copy, piece.values[4:12])
+    assert piece.lead(6) is None
+    assert piece.lead(-1) is None
 
 
 def test_an_image_keeps_the_rests_it_saw() -> None:
-    one = Piece()
-    one.move(eight(0.75))
-    release = one.back.keep()
-    seen = one.back.residual
-    one.move(eight(0.1))
+    piece = Piece()
+    piece.move(eight(0.75))
+    release = piece.back.keep()
+    seen = piece.back.residual
+    piece.move(eight(0.1))
     assert seen[4] == 0.25
-    assert one.back.residual is not seen
+    assert piece.back.residual is not seen
     release()
-    now = one.back.residual
-    one.move(eight(0.1))
-    assert one.back.residual is now
+    now = piece.back.residual
+    piece.move(eight(0.1))
+    assert piece.back.residual is now
 
 
 @pytest.mark.spec("R156")

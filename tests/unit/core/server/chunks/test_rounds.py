@@ -19,24 +19,24 @@ def ones(count: int = 10) -> torch.Tensor:
     return torch.ones(count)
 
 
-def push(one: Span, rank: int, number: int, gradient: torch.Tensor | None = None) -> None:
+def push(span: Span, rank: int, number: int, gradient: torch.Tensor | None = None) -> None:
     pushed = DenseGradient([ones() if gradient is None else gradient])
-    one.take((rank,), number, 0.0).add((rank,), pushed, keep=False)
-    one.check()
+    span.take((rank,), number, 0.0).add((rank,), pushed, keep=False)
+    span.check()
 
 
 # --- judging ----------------------------------------------------------------------------------------
 
 
 def test_at_most_64_rounds_are_open() -> None:
-    one = span()
+    item = span()
     for number in range(WINDOW):
-        assert one.judge((0,), number, None) is Verdict.COUNTED
-        push(one, 0, number)
-    assert one.judge((0,), WINDOW, None) is Verdict.EARLY
-    one.version += 1
-    one.rounds.popleft()
-    assert one.judge((0,), WINDOW, None) is Verdict.COUNTED
+        assert item.judge((0,), number, None) is Verdict.COUNTED
+        push(item, 0, number)
+    assert item.judge((0,), WINDOW, None) is Verdict.EARLY
+    item.version += 1
+    item.rounds.popleft()
+    assert item.judge((0,), WINDOW, None) is Verdict.COUNTED
     assert FreeSpan(0, 10, pushed={0: 500}).judge((0,), 500, None) is Verdict.COUNTED
 
 
@@ -44,63 +44,63 @@ def test_at_most_64_rounds_are_open() -> None:
 
 
 def test_a_round_closes_by_ranks_never_by_pushes() -> None:
-    one = span()
-    assert one.missing(ALL) == (0, 1, 2)
-    push(one, 0, 0)
-    push(one, 1, 0)
-    push(one, 1, 1)
-    assert one.missing(ALL) == (2,)
-    push(one, 2, 0)
-    assert one.missing(ALL) == ()
-    assert one.missing(frozenset({0})) == ()
+    item = span()
+    assert item.missing(ALL) == (0, 1, 2)
+    push(item, 0, 0)
+    push(item, 1, 0)
+    push(item, 1, 1)
+    assert item.missing(ALL) == (2,)
+    push(item, 2, 0)
+    assert item.missing(ALL) == ()
+    assert item.missing(frozenset({0})) == ()
 
 
 def test_or_in_the_order_of_ranks() -> None:
-    one = Round(0, 0.0)
+    item = Round(0, 0.0)
     for rank, value in ((2, 1.0), (0, 1e8), (1, -1e8)):
-        one.add((rank,), DenseGradient([torch.tensor([value])]), keep=True)
-    assert one.ranks == {0, 1, 2}
-    assert one.sum().whole().tolist() == [1.0]
+        item.add((rank,), DenseGradient([torch.tensor([value])]), keep=True)
+    assert item.ranks == {0, 1, 2}
+    assert item.sum().whole().tolist() == [1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("keep", [False, True])
 def test_half_types_are_summed_in_float32(dtype: torch.dtype, keep: bool) -> None:
-    one = Round(0, 0.0)
+    item = Round(0, 0.0)
     for rank in range(3):
-        one.add(
+        item.add(
             (rank,),
             DenseGradient([torch.tensor([2048.0 if rank == 0 else 1.0], dtype=dtype)]),
             keep=keep,
         )
-    assert one.sum().whole().dtype is torch.float32
-    assert one.sum().whole().item() == 2050.0
+    assert item.sum().whole().dtype is torch.float32
+    assert item.sum().whole().item() == 2050.0
 
 
 # --- what is lent ------------------------------------------------------------------------------------
 
 
-def add(one: Round, rank: int, gradient: torch.Tensor, *, lent: bool) -> None:
-    one.add((rank,), DenseGradient([gradient], is_lent=lent), keep=False)
+def add(item: Round, rank: int, gradient: torch.Tensor, *, lent: bool) -> None:
+    item.add((rank,), DenseGradient([gradient], is_lent=lent), keep=False)
 
 
 def test_few_that_are_lent_are_left_where_they_lie() -> None:
-    one, lent = Round(0, 0.0), [torch.full((2,), 1.0 + rank) for rank in range(LENT_MAX)]
+    item, lent = Round(0, 0.0), [torch.full((2,), 1.0 + rank) for rank in range(LENT_MAX)]
     for rank, gradient in enumerate(lent):
-        add(one, rank, gradient, lent=True)
-    assert [one.parts[0, (rank,)].joined().data_ptr() for rank in range(LENT_MAX)] == [
+        add(item, rank, gradient, lent=True)
+    assert [item.parts[0, (rank,)].joined().data_ptr() for rank in range(LENT_MAX)] == [
         gradient.data_ptr() for gradient in lent
     ]
-    assert one.sum().whole().tolist() == [36.0, 36.0]
+    assert item.sum().whole().tolist() == [36.0, 36.0]
 
 
 @pytest.mark.parametrize("count", [LENT_MAX + 1, 2 * LENT_MAX, 2 * LENT_MAX + 1])
 def test_more_are_added_up_elsewhere(count: int) -> None:
-    one, lent = Round(0, 0.0), [torch.full((2,), 1.0 + rank) for rank in range(count)]
+    item, lent = Round(0, 0.0), [torch.full((2,), 1.0 + rank) for rank in range(count)]
     for rank, gradient in enumerate(lent):
-        add(one, rank, gradient, lent=True)
-        assert len(one.parts) <= LENT_MAX
-    assert one.sum().whole().tolist() == [count * (count + 1) / 2] * 2
+        add(item, rank, gradient, lent=True)
+        assert len(item.parts) <= LENT_MAX
+    assert item.sum().whole().tolist() == [count * (count + 1) / 2] * 2
     assert [gradient.tolist() for gradient in lent] == [[1.0 + rank] * 2 for rank in range(count)]
 
 
@@ -108,15 +108,15 @@ def test_more_are_added_up_elsewhere(count: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32])
 def test_lent_gradients_are_never_written_to(order: str, dtype: torch.dtype) -> None:
     """Whatever has come in frames before, or comes after."""
-    one, lent = Round(0, 0.0), []
+    item, lent = Round(0, 0.0), []
     for rank, how in enumerate(order):
         gradient = torch.full((3,), rank + 1).to(dtype)
-        add(one, rank, gradient, lent=how == "l")
+        add(item, rank, gradient, lent=how == "l")
         if how == "l":
             lent.append((rank, gradient))
     expected = sum(range(1, len(order) + 1))
-    assert one.sum().whole().tolist() == [expected] * 3
-    assert one.sum().whole().tolist() == [expected] * 3, "and looking changes nothing"
+    assert item.sum().whole().tolist() == [expected] * 3
+    assert item.sum().whole().tolist() == [expected] * 3, "and looking changes nothing"
     assert all(gradient.tolist() == [rank + 1] * 3 for rank, gradient in lent)
 
 
@@ -143,9 +143,9 @@ def test_halves_of_what_is_lent_move_apart() -> None:
     ids=["it leads", "it never pushed", "nobody else did"],
 )
 def test_a_replaced_rank_is_never_set_back(pushed: dict[int, int], rank: int) -> None:
-    one = FreeSpan(0, 10, pushed=pushed)
-    one.replace(rank, ALL)
-    assert not one.head_start.get(rank)
+    free_span = FreeSpan(0, 10, pushed=pushed)
+    free_span.replace(rank, ALL)
+    assert not free_span.head_start.get(rank)
 
 
 # --- cutting and joining ----------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_both_halves_have_the_history() -> None:
     for half in (left, right):
         half.check()
         assert (half.pushed, half.head_start, half.clock_from) == ({0: 3}, {1: 4}, {0: 1})
-        assert [one.number for one in half.rounds] == [1, 2]
+        assert [round_.number for round_ in half.rounds] == [1, 2]
     assert (left.start, left.stop, right.start, right.stop) == (0, 4, 4, 10)
     assert right.due[0].sum.whole().tolist() == [4, 5, 6, 7, 8, 9]
     assert left.rounds[0].sum().whole().tolist() == [0, 1, 2, 3]

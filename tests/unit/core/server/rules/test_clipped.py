@@ -137,10 +137,10 @@ def test_three_holders_get_one_factor_and_are_told_until_each_confirms() -> None
     push(first, "a", [-6.0], step_of(1, holders=all_three))
     assert told(first.other(2, norm(squares=64.0))) == []
     factors = told(first.other(1, norm(squares=0.0)))
-    assert [one.factor for one in factors] == [pytest.approx(0.5)] * 2
+    assert [factor.factor for factor in factors] == [pytest.approx(0.5)] * 2
     steps = first.server.rules.steps
     told(first.other(1, norm()))
-    assert [one.unconfirmed for one in steps.decided.values()] == [{2}]
+    assert [item.unconfirmed for item in steps.decided.values()] == [{2}]
     told(first.other(2, norm()))
     assert not steps.decided
 

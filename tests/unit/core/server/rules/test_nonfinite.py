@@ -23,21 +23,21 @@ def stage(
     **options: object,
 ) -> ServerStage:
     """A store with keys a (2 elements), b (1) and c (3), all ones, side by side."""
-    one = ServerStage(workers)
-    one.open(mode, on_nonfinite=action, **options)
+    server = ServerStage(workers)
+    server.open(mode, on_nonfinite=action, **options)
     for key, count in (("a", 2), ("b", 1), ("c", 3)):
-        one.init(key, torch.ones(count, dtype=dtype))
+        server.init(key, torch.ones(count, dtype=dtype))
     if optimizer:
-        one.optimizer(optimizer)
-    return one
+        server.optimizer(optimizer)
+    return server
 
 
-def notes(one: ServerStage) -> list[str]:
-    return [note.text for note in one.notes if hasattr(note, "text") and "dropped" in note.text]
+def notes(server: ServerStage) -> list[str]:
+    return [note.text for note in server.notes if hasattr(note, "text") and "dropped" in note.text]
 
 
-def dropped(one: ServerStage, rank: int, keys: str | list[str], **conditions: int) -> list[Dropped]:
-    (answer,) = heard(one.pull(rank, keys, **conditions), Pulled)
+def dropped(server: ServerStage, rank: int, keys: str | list[str], **conditions: int) -> list[Dropped]:
+    (answer,) = heard(server.pull(rank, keys, **conditions), Pulled)
     return list(answer.dropped)
 
 
@@ -48,25 +48,25 @@ def bad(value: float = NAN) -> torch.Tensor:
 
 @pytest.mark.spec("R101")
 def test_an_action_that_is_none_is_refused() -> None:
-    one = ServerStage(2)
-    said = refusal(one.say(0, opening(on_nonfinite="ignore")))
+    server = ServerStage(2)
+    said = refusal(server.say(0, opening(on_nonfinite="ignore")))
     assert "ConfigError: store 'kv': on_nonfinite 'ignore' must be one of apply, skip, err" in said
 
 
 @pytest.mark.spec("R42")
 def test_workers_must_agree_on_it() -> None:
-    one = stage()
-    said = refusal(one.say(1, opening(on_nonfinite="skip")))
+    server = stage()
+    said = refusal(server.say(1, opening(on_nonfinite="skip")))
     assert "Mismatch: store 'kv' was opened with on_nonfinite='error', and is now" in said
 
 
 def test_nonfinite_values_are_applied_by_default() -> None:
     assert Open("kv", "sync", 0, False, "wait", 1).on_nonfinite == "apply"
-    one = stage(1, action="apply")
-    one.push(0, ABC, bad(), 0)
-    assert one.values("a") == [2, 2]
-    assert one.values("b") != one.values("b")  # it is NaN
-    assert notes(one) == []
+    server = stage(1, action="apply")
+    server.push(0, ABC, bad(), 0)
+    assert server.values("a") == [2, 2]
+    assert server.values("b") != server.values("b")  # it is NaN
+    assert notes(server) == []
 
 
 # --- rounds -----------------------------------------------------------------------------------------
@@ -78,83 +78,83 @@ def test_nonfinite_values_are_applied_by_default() -> None:
 @pytest.mark.parametrize("action", ["skip", "error"])
 def test_finite_keys_are_applied_and_the_rest_left(action: str, value: float, optimizer: str) -> None:
     """All weights and states are those of a store that never got the round of b."""
-    one, other = (stage(2, optimizer=optimizer, action=action) for _ in range(2))
+    first, other = (stage(2, optimizer=optimizer, action=action) for _ in range(2))
     for number in range(3):
-        one.push(0, ABC, torch.ones(6), number)
-        one.push(1, ABC, bad(value) if number == 1 else torch.ones(6), number)
+        first.push(0, ABC, torch.ones(6), number)
+        first.push(1, ABC, bad(value) if number == 1 else torch.ones(6), number)
         for rank in (0, 1):
             other.push(rank, ["a", "c"], torch.ones(5), number)
             if number != 1:
                 other.push(rank, "b", [1], number - (number > 1))
     for key in ABC:
-        assert one.values(key) == other.values(key)
-        assert (one.span(key).version, other.span(key).version) == (3, 3 - (key == "b"))
-        assert one.span(key).step == other.span(key).step
-    state, expected = one.chunk().state or {}, other.chunk().state or {}
+        assert first.values(key) == other.values(key)
+        assert (first.span(key).version, other.span(key).version) == (3, 3 - (key == "b"))
+        assert first.span(key).step == other.span(key).step
+    state, expected = first.chunk().state or {}, other.chunk().state or {}
     assert {n: t[:6].tolist() for n, t in state.items()} == {n: t[:6].tolist() for n, t in expected.items()}
-    assert notes(one) == ["store 'kv': round 1 dropped: 1 value of key 'b' is not finite (from rank 1)"]
+    assert notes(first) == ["store 'kv': round 1 dropped: 1 value of key 'b' is not finite (from rank 1)"]
 
 
 def test_the_last_block_is_looked_at_before_the_first_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(book, "BLOCK_COUNT", 10)
-    one = ServerStage(2)
-    one.open("sync", on_nonfinite="skip")
-    one.init("w", torch.zeros(95))
-    one.optimizer("test")
+    server = ServerStage(2)
+    server.open("sync", on_nonfinite="skip")
+    server.init("w", torch.zeros(95))
+    server.optimizer("test")
     for number, at in enumerate((94, 0, None)):
         row = torch.ones(95)
         if at is not None:
             row[at] = NAN
-        one.push(0, "w", row, number)
-        one.push(1, "w", torch.ones(95), number)
-        assert one.values("w") == [0.0 if at is not None else 2.0] * 95
+        server.push(0, "w", row, number)
+        server.push(1, "w", torch.ones(95), number)
+        assert server.values("w") == [0.0 if at is not None else 2.0] * 95
 
 
 @pytest.mark.spec("R102", "R103")
 def test_several_rounds_that_close_at_once() -> None:
     """The first is cut on the way, and each of its parts closes the others."""
-    one = stage(2, on_worker_lost="shrink")
+    server = stage(2, on_worker_lost="shrink")
     for number in range(3):
-        one.push(0, ABC, bad() if number == 0 else torch.ones(6), number)
-    one.show(w1="lost")
-    assert [one.span(key).version for key in ABC] == [3, 3, 3]
-    assert [one.values(key) for key in ABC] == [[4, 4], [3], [4, 4, 4]]
+        server.push(0, ABC, bad() if number == 0 else torch.ones(6), number)
+    server.show(w1="lost")
+    assert [server.span(key).version for key in ABC] == [3, 3, 3]
+    assert [server.values(key) for key in ABC] == [[4, 4], [3], [4, 4, 4]]
 
 
 @pytest.mark.spec("R102")
 def test_the_parts_of_a_span_that_shrinks_close_their_later_rounds() -> None:
     """A loss closes several rounds of one span at once, the first of which cuts it."""
-    one = stage(2, on_worker_lost="shrink")
+    server = stage(2, on_worker_lost="shrink")
     whole = (Run(0, 6, 0), Run(0, 6, 1), Run(0, 6, 2))
     for run in whole:
         row = bad() if run.number == 0 else torch.ones(6)
-        one.say(0, Push(one.chunk().number, 1, (0,), 1.0, False, (run,)), row)
-    assert [(span.start, span.stop) for span in one.chunk().spans] == [(0, 6)]
-    one.show(w1="lost")
-    assert [one.span(key).version for key in ABC] == [3, 3, 3]
-    assert [one.values(key) for key in ABC] == [[4, 4], [3], [4, 4, 4]]
-    assert sorted(one.span(key).step for key in ABC) == [2, 3, 3]
+        server.say(0, Push(server.chunk().number, 1, (0,), 1.0, False, (run,)), row)
+    assert [(span.start, span.stop) for span in server.chunk().spans] == [(0, 6)]
+    server.show(w1="lost")
+    assert [server.span(key).version for key in ABC] == [3, 3, 3]
+    assert [server.values(key) for key in ABC] == [[4, 4], [3], [4, 4, 4]]
+    assert sorted(server.span(key).step for key in ABC) == [2, 3, 3]
 
 
 @pytest.mark.spec("R102")
 @pytest.mark.parametrize("lent", [False, True])
 def test_rates_of_single_keys_hold_for_what_is_looked_at(lent: bool) -> None:
-    one = stage(2)
-    one.say(0, optimizing("sgd", call=2, lr=1.0, lr_mult={"b": 10.0}))
+    server = stage(2)
+    server.say(0, optimizing("sgd", call=2, lr=1.0, lr_mult={"b": 10.0}))
     for number in (0, 1):
         for rank in (0, 1):
             run = (Run(0, 6, number),)
             row = bad() if number == rank == 1 else torch.arange(6.0)
-            one.say(rank, Push(one.chunk().number, 1, (rank,), 1.0, False, run), row, lent=lent)
-    assert [one.values(key) for key in ABC] == [[0, -3], [-39], [-9, -12, -15]]
+            server.say(rank, Push(server.chunk().number, 1, (rank,), 1.0, False, run), row, lent=lent)
+    assert [server.values(key) for key in ABC] == [[0, -3], [-39], [-9, -12, -15]]
 
 
 def test_64_rounds_may_be_open_and_who_waits_is_answered() -> None:
-    one = stage(2)
+    server = stage(2)
     for number in range(3):
-        one.push(0, "b", [INF if number == 1 else 1], number)
-        one.pull(0, "b", after=number + 1, seq=50 + number)
-    answers = [pulled(one.push(1, "b", [1], number)) for number in range(3)]
+        server.push(0, "b", [INF if number == 1 else 1], number)
+        server.pull(0, "b", after=number + 1, seq=50 + number)
+    answers = [pulled(server.push(1, "b", [1], number)) for number in range(3)]
     assert answers == [{50: [3.0]}, {51: [3.0]}, {52: [5.0]}]
 
 
@@ -164,37 +164,37 @@ def test_64_rounds_may_be_open_and_who_waits_is_answered() -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", ""])
 def test_a_sum_of_halves_is_looked_at_as_it_is_used(optimizer: str) -> None:
     """60000 + 60000 is a number for an optimizer, in float32, and none for a float16."""
-    one = stage(2, optimizer="", dtype=torch.float16)
+    server = stage(2, optimizer="", dtype=torch.float16)
     if optimizer:
-        one.optimizer(optimizer, lr=1, rescale_grad=2**-10)
+        server.optimizer(optimizer, lr=1, rescale_grad=2**-10)
     for rank in (0, 1):
-        one.push(rank, "b", torch.tensor([60000.0], dtype=torch.float16), 0)
+        server.push(rank, "b", torch.tensor([60000.0], dtype=torch.float16), 0)
     if optimizer:
-        assert notes(one) == []
-        assert one.values("b") == [pytest.approx(1 - 120000 / 2**10, rel=1e-3)]
+        assert notes(server) == []
+        assert server.values("b") == [pytest.approx(1 - 120000 / 2**10, rel=1e-3)]
     else:
-        assert "(every push is finite, but their sum is not)" in notes(one)[0]
-        assert one.values("b") == [1]
-    assert one.span("b").version == 1
+        assert "(every push is finite, but their sum is not)" in notes(server)[0]
+        assert server.values("b") == [1]
+    assert server.span("b").version == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_every_float_type_is_looked_at(dtype: torch.dtype) -> None:
-    one = stage(1, dtype=dtype)
-    one.push(0, ABC, bad().to(dtype), 0)
-    assert [one.values(key) for key in ABC] == [[2, 2], [1], [2, 2, 2]]
+    server = stage(1, dtype=dtype)
+    server.push(0, ABC, bad().to(dtype), 0)
+    assert [server.values(key) for key in ABC] == [[2, 2], [1], [2, 2, 2]]
 
 
 @pytest.mark.spec("R104")
 def test_integers_are_finite_and_never_make_a_detour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole_tensor, "count_nonfinite", None)
-    one = ServerStage(1, servers=2)
-    one.open("sync", on_nonfinite="error", bigarray_bound=1)
+    server = ServerStage(1, servers=2)
+    server.open("sync", on_nonfinite="error", bigarray_bound=1)
     row = torch.full((6,), 2**31 - 1, dtype=torch.int32)
-    one.declare("n", row, shape=(12,))
-    one.load("n", row)
-    one.push(0, "n", row, 0)
-    assert one.span("n").version == 1
+    server.declare("n", row, shape=(12,))
+    server.load("n", row)
+    server.push(0, "n", row, 0)
+    assert server.span("n").version == 1
 
 
 # --- keys of several pieces on one server -------------------------------------------------------------
@@ -202,44 +202,44 @@ def test_integers_are_finite_and_never_make_a_detour(monkeypatch: pytest.MonkeyP
 
 def cut(workers: int = 1, mode: str = "sync", optimizer: str = "test") -> ServerStage:
     """A key of three pieces, each in a chunk of its own, and a small one."""
-    one = ServerStage(workers)
-    one.open(mode, on_nonfinite="error", chunk_bytes=options.CHUNK_BYTES_MIN)
-    one.init("big", torch.zeros(3 << 14))
-    one.init("small", torch.zeros(3))
-    one.optimizer(optimizer)
-    assert len(one.pieces["big"]) == 3
-    return one
+    server = ServerStage(workers)
+    server.open(mode, on_nonfinite="error", chunk_bytes=options.CHUNK_BYTES_MIN)
+    server.init("big", torch.zeros(3 << 14))
+    server.init("small", torch.zeros(3))
+    server.optimizer(optimizer)
+    assert len(server.pieces["big"]) == 3
+    return server
 
 
-def push_piece(one: ServerStage, index: int, number: int, value: float, rank: int = 0):  # type: ignore[no-untyped-def]
-    piece = one.pieces["big"][index]
+def push_piece(server: ServerStage, index: int, number: int, value: float, rank: int = 0):  # type: ignore[no-untyped-def]
+    piece = server.pieces["big"][index]
     row = torch.ones(piece.size)
     row[index] = value
     run = (Run(piece.start, piece.size, number),)
-    return one.say(rank, Push(piece.chunk, 1, (rank,), 1.0, False, run), row)
+    return server.say(rank, Push(piece.chunk, 1, (rank,), 1.0, False, run), row)
 
 
-def versions(one: ServerStage) -> list[int]:
-    return [one.chunk(piece.chunk).spans[0].version for piece in one.pieces["big"]]
+def versions(server: ServerStage) -> list[int]:
+    return [server.chunk(piece.chunk).spans[0].version for piece in server.pieces["big"]]
 
 
 @pytest.mark.spec("R104")
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_no_piece_is_updated_before_all_are_known(mode: str) -> None:
-    one = cut(mode=mode)
+    server = cut(mode=mode)
     for index in (2, 0):
-        assert acked(push_piece(one, index, 0, 1))
-        assert versions(one) == [0, 0, 0]
-    push_piece(one, 1, 0, 1)
-    assert versions(one) == [1, 1, 1]
+        assert acked(push_piece(server, index, 0, 1))
+        assert versions(server) == [0, 0, 0]
+    push_piece(server, 1, 0, 1)
+    assert versions(server) == [1, 1, 1]
     for index in (0, 1, 2):
-        push_piece(one, index, 1, INF if index == 1 else 1)
-    assert versions(one) == ([2, 2, 2] if mode == "sync" else [1, 1, 1])
-    assert set(one.values("big")) == {1.0}
+        push_piece(server, index, 1, INF if index == 1 else 1)
+    assert versions(server) == ([2, 2, 2] if mode == "sync" else [1, 1, 1])
+    assert set(server.values("big")) == {1.0}
     whose = "round 1" if mode == "sync" else "push 1 of rank 0"
-    assert notes(one) == [f"store 'kv': {whose} dropped: 1 value of key 'big' is not finite (from rank 0)"]
-    for piece in one.pieces["big"]:
-        (answer,) = heard(one.say(0, ask(piece)), Pulled)
+    assert notes(server) == [f"store 'kv': {whose} dropped: 1 value of key 'big' is not finite (from rank 0)"]
+    for piece in server.pieces["big"]:
+        (answer,) = heard(server.say(0, ask(piece)), Pulled)
         assert answer.dropped == (Dropped(0, 1, 1, (0,)),)
 
 
@@ -250,13 +250,13 @@ def ask(piece: Piece) -> Pull:
 
 @pytest.mark.spec("R105")
 def test_64_pushes_may_wait_and_no_more() -> None:
-    one = cut(mode="async")
+    server = cut(mode="async")
     for number in range(64):
-        assert acked(push_piece(one, 0, number, 1))
-    assert push_piece(one, 0, 64, 1) == []
+        assert acked(push_piece(server, 0, number, 1))
+    assert push_piece(server, 0, 64, 1) == []
     for index in (1, 2):
-        push_piece(one, index, 0, 1)
-    assert acked(push_piece(one, 0, 64, 1))
+        push_piece(server, index, 0, 1)
+    assert acked(push_piece(server, 0, 64, 1))
 
 
 # --- to tell ------------------------------------------------------------------------------------------
@@ -264,28 +264,28 @@ def test_64_pushes_may_wait_and_no_more() -> None:
 
 @pytest.mark.spec("R106")
 def test_every_answer_with_values_tells_the_last_drop_of_each_key() -> None:
-    one = stage(2)
+    server = stage(2)
     answers: list[Pulled] = []
     for number in range(3):
         for rank in (0, 1):
             row = bad() if (number, rank) in ((0, 0), (1, 1)) else torch.ones(6)
-            answers += heard(one.push(rank, ABC, row, number, pull=True), Pulled)
-    assert [[drop.number for drop in one.dropped] for one in answers] == [[0]] * 2 + [[1]] * 4
+            answers += heard(server.push(rank, ABC, row, number, pull=True), Pulled)
+    assert [[drop.number for drop in answer.dropped] for answer in answers] == [[0]] * 2 + [[1]] * 4
     for _ in range(2):  # one that was lost is given again
-        assert dropped(one, 0, ABC, after=3) == [Dropped(2, 1, 1, (1,))]
-    assert dropped(one, 0, ["a", "c"], after=3) == []
-    assert dropped(one, 0, "b", after=3, values=False) == []
+        assert dropped(server, 0, ABC, after=3) == [Dropped(2, 1, 1, (1,))]
+    assert dropped(server, 0, ["a", "c"], after=3) == []
+    assert dropped(server, 0, "b", after=3, values=False) == []
 
 
 @pytest.mark.spec("R68")
 def test_status_counts_them() -> None:
-    one = stage(1)
+    server = stage(1)
     for number in range(3):
-        one.push(0, ABC, bad() if number else torch.full((6,), NAN), number)
-    (answer,) = heard(one.say(0, Status("kv")), StatusIs)
+        server.push(0, ABC, bad() if number else torch.full((6,), NAN), number)
+    (answer,) = heard(server.say(0, Status("kv")), StatusIs)
     assert answer.dropped == {"a": 1, "b": 3, "c": 1}
-    one.open(store="other")
-    (answer,) = heard(one.say(0, Status("other")), StatusIs)
+    server.open(store="other")
+    (answer,) = heard(server.say(0, Status("other")), StatusIs)
     assert answer.dropped == {}
 
 
@@ -294,18 +294,18 @@ def test_status_counts_them() -> None:
 
 @pytest.mark.parametrize(("first", "then"), [("sgd", "lars"), ("lars", "sgd"), ("lars", "lamb")])
 def test_round_that_waits_to_be_known_finite_waits_under_another_rule_too(first: str, then: str) -> None:
-    one = cut(optimizer=first)
-    push_piece(one, 0, 0, 1)
-    said = one.say(0, optimizing(then, call=2))
+    server = cut(optimizer=first)
+    push_piece(server, 0, 0, 1)
+    said = server.say(0, optimizing(then, call=2))
     assert not heard(said, Error)
-    assert versions(one) == [0, 0, 0]
+    assert versions(server) == [0, 0, 0]
     for index in (1, 2):
-        push_piece(one, index, 0, 1)
-    assert versions(one) == [1, 1, 1]
-    assert all(torch.tensor(one.values("big")).isfinite())
-    push_piece(one, 0, 1, NAN)
-    one.say(0, optimizing(first, call=3))
+        push_piece(server, index, 0, 1)
+    assert versions(server) == [1, 1, 1]
+    assert all(torch.tensor(server.values("big")).isfinite())
+    push_piece(server, 0, 1, NAN)
+    server.say(0, optimizing(first, call=3))
     for index in (1, 2):
-        push_piece(one, index, 1, 1)
-    assert versions(one) == [2, 2, 2]
-    assert all(torch.tensor(one.values("big")).isfinite())
+        push_piece(server, index, 1, 1)
+    assert versions(server) == [2, 2, 2]
+    assert all(torch.tensor(server.values("big")).isfinite())

@@ -23,8 +23,8 @@ def spoiled(rank: int, number: int, *places: int, value: float = NAN) -> torch.T
 
 
 def lines(cluster: Cluster) -> list[str]:
-    notes = [one for stage in cluster.stages for one in stage.notes if isinstance(one, Note)]
-    return [one.text for one in notes if one.level == "warning"]
+    notes = [note for stage in cluster.stages for note in stage.notes if isinstance(note, Note)]
+    return [note.text for note in notes if note.level == "warning"]
 
 
 def push_everywhere(cluster: Cluster, rank: int, number: int, row: torch.Tensor) -> None:
@@ -39,22 +39,22 @@ def push_everywhere(cluster: Cluster, rank: int, number: int, row: torch.Tensor)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("at", [0, COUNT // 2, COUNT - 1])
 def test_a_round_with_a_nan_on_one_server_changes_none(rule: str | None, at: int) -> None:
-    one = Cluster(3, rule=rule, on_nonfinite="error")
+    cluster = Cluster(3, rule=rule, on_nonfinite="error")
     other = Cluster(3, rule=rule, on_nonfinite="error")
     for number in range(4):
         for rank in (0, 1):
             is_bad = (number, rank) == (1, 1)
             row = spoiled(rank, number, at) if is_bad else gradient(rank, number)
-            push_everywhere(one, rank, number, row)
+            push_everywhere(cluster, rank, number, row)
             if number != 1:
                 push_everywhere(other, rank, number - (number > 1), gradient(rank, number))
-        one.deliver_all()
+        cluster.deliver_all()
         other.deliver_all()
-    assert one.versions() == [4, 4, 4]
-    assert torch.equal(one.values(), other.values())
-    assert [stage.span("w").step for stage in one.stages] == [0 if rule is None else 3] * 3
+    assert cluster.versions() == [4, 4, 4]
+    assert torch.equal(cluster.values(), other.values())
+    assert [stage.span("w").step for stage in cluster.stages] == [0 if rule is None else 3] * 3
     text = "store 'kv': round 1 dropped: 1 value of key 'w' is not finite (from rank 1)"
-    assert lines(one) == [text] * 3  # also those that have not got it know whose it is
+    assert lines(cluster) == [text] * 3  # also those that have not got it know whose it is
 
 
 @pytest.mark.spec("R104", "R105")

@@ -15,10 +15,10 @@ RULES = ("lars", "lamb")
 
 
 def trained_alone(rule: str, mode: str, order: list[tuple[int, int]], workers: int = 2):
-    one = Cluster(1, mode, workers, rule)
+    cluster = Cluster(1, mode, workers, rule)
     for rank, number in order:
-        one.push(0, rank, number)
-    return one.values()
+        cluster.push(0, rank, number)
+    return cluster.values()
 
 
 # --- equal to one server ----------------------------------------------------------------------------
@@ -108,8 +108,8 @@ def test_rounds_that_queue_up_are_applied_one_by_one() -> None:
         said = cluster.deliver_all()
         cluster.tick()
         said += cluster.deliver_all()
-        answers = [one for one in heard(said, Pulled) if one.seq >= 50]
-        assert [(one.seq, one.runs[0].version) for one in answers] == [(50 + number, number + 1)]
+        answers = [request for request in heard(said, Pulled) if request.seq >= 50]
+        assert [(answer.seq, answer.runs[0].version) for answer in answers] == [(50 + number, number + 1)]
 
 
 def test_norms_of_what_is_not_there() -> None:
@@ -167,7 +167,7 @@ def test_another_rule_does_not_wait_for_the_norms_of_the_old_one(mode: str) -> N
     stage.pull(0, "w", after=2, seq=51)
     assert cluster.versions() == [0, 0]
     said = stage.say(0, optimizing("sgd", call=2))
-    assert [one.runs[0].version for one in heard(said, Pulled)] == [1, 2]
+    assert [item.runs[0].version for item in heard(said, Pulled)] == [1, 2]
     assert not stage.server.rules.norms.open
     cluster.deliver_all()
     cluster.push(0, 0, 2)

@@ -79,7 +79,7 @@ def test_parts_of_a_push_move_their_tables_and_one_pull_reads_them(mode: str) ->
         assert acked(tables.push(rank, a=(0, [1, 5]), b=(0, []), c=(0, [1])))
     said = tables.pull(1, a=(1, [5, 7]), b=(1, [1]), c=(1, [1, 2]))
     assert rows_of(said) == [[[-2.0, -2.0], [0.0, 0.0], [0.0, 0.0]], [[-2.0], [0.0]]]
-    (answer,) = [one.message for one in said]
+    (answer,) = [effect.message for effect in said]
     assert isinstance(answer, PulledTables)
     assert answer.groups == (TableGroup(BY_NAME["float32"].id, 2, 2), TableGroup(BY_NAME["float64"].id, 1, 1))
     version = 1 if mode == "sync" else 2
@@ -119,7 +119,7 @@ def test_a_pull_waits_for_each_of_its_tables() -> None:
     (probed,) = heard(tables.stage.say(0, Probe((6,)), seq=0), Probed)
     assert "key 'kvps.embedding:b': round 0 waits for a push of rank 1" in probed.pending[0].reason
     said = tables.push(1, b=(0, [2]))
-    answers = [one for one in said if isinstance(one.message, PulledTables)]
+    answers = [effect for effect in said if isinstance(effect.message, PulledTables)]
     assert rows_of(answers) == [[[-2.0, -2.0], [-1.0, -1.0]], [[0.0]]]
 
 
@@ -138,7 +138,7 @@ def test_requests_that_name_no_tables_or_too_many_are_refused() -> None:
     two, three = TableGroup(1, 2, 2), TableGroup(1, 2, 3)
     tables.stage.open(store="other")
     other = TablePart(tables.make("other", "a", "float32", 2), 0, 0)
-    one = TableGroup(2, 1, 1)
+    table_group = TableGroup(2, 1, 1)
     assert "names 0 tables, and it needs some of one store" in changed(tables, PushTables((0,), (), ()))
     assert "names 0 tables" in changed(tables, PullTables(()))
     assert "no chunk 0" in changed(tables, PushTables((0, 1), (), ()))
@@ -148,7 +148,7 @@ def test_requests_that_name_no_tables_or_too_many_are_refused() -> None:
         ((two,), (a, a)),
         ((two,), (a,)),
         ((two,), (a, b, c)),
-        ((two, one, one), (a, b, c)),
+        ((two, table_group, table_group), (a, b, c)),
         ((), (a,)),
     ):
         text = changed(tables, PushTables((0,), groups, parts))

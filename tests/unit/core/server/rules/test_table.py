@@ -191,20 +191,20 @@ def test_the_server_of_an_id_is_as_the_document_says() -> None:
     ids = [0, 1, -1, 2**62, 123456789]
     runs = reference()["line"](65536, 7, lambda servers: 1)
     starts, owners = [start for start, _ in runs], [server for _, server in runs]
-    expected = [owners[bisect_right(starts, mixed(one, 1) >> 48) - 1] for one in ids]
+    expected = [owners[bisect_right(starts, mixed(id_, 1) >> 48) - 1] for id_ in ids]
     assert servers_of(np.array(ids), 7).tolist() == expected
 
 
 @pytest.mark.spec("R187")
 def test_first_values_are_as_the_document_says() -> None:
-    one, seed, scale = 5, 77, 0.3
-    places = [(mixed(one, seed) + c * 0xD1342543DE82EF95) % 2**64 for c in range(3)]
+    item, seed, scale = 5, 77, 0.3
+    places = [(mixed(item, seed) + c * 0xD1342543DE82EF95) % 2**64 for c in range(3)]
     uniform = [((mixed(p, 0) >> 40) * 2 - (2**24 - 1)) * (scale / 2**24) for p in places]
     parts = [[mixed(p, s) >> 16 * k & 0xFFFF for s in range(3) for k in range(4)] for p in places]
     normal = [(2 * sum(some) - 12 * 65535) * (scale / 2**17) for some in parts]
-    assert Initializer("uniform", scale).values(np.array([one]), 3, seed).tolist() == [uniform]
-    assert Initializer("normal", scale).values(np.array([one]), 3, seed).tolist() == [normal]
-    assert Initializer("zeros", 0.0).values(np.array([one]), 3, seed).tolist() == [[0.0] * 3]
+    assert Initializer("uniform", scale).values(np.array([item]), 3, seed).tolist() == [uniform]
+    assert Initializer("normal", scale).values(np.array([item]), 3, seed).tolist() == [normal]
+    assert Initializer("zeros", 0.0).values(np.array([item]), 3, seed).tolist() == [[0.0] * 3]
 
 
 def mixed(number: int, salt: int) -> int:
@@ -221,7 +221,7 @@ def test_ids_of_other_servers_are_refused() -> None:
     stage.open()
     (answer,) = heard(stage.say(0, embed()), Declared)
     chunk = answer.places[0].pieces[0].chunk
-    mine, others = (np.flatnonzero(servers_of(np.arange(20), 2) == one)[:2] for one in (0, 1))
+    mine, others = (np.flatnonzero(servers_of(np.arange(20), 2) == item)[:2] for item in (0, 1))
     ids = torch.from_numpy(np.sort(np.concatenate([mine, others])))
     before = stage.snapshot()
     first = f"ProtocolError: 2 of 4 ids belong on other servers than 0, the first is {others[0]}"
@@ -291,13 +291,13 @@ def test_ids_out_of_order_are_refused(ids: list[int]) -> None:
 @pytest.mark.spec("R189")
 def test_rows_of_another_form_are_refused() -> None:
     table = Tabled()
-    one, chunk = torch.tensor([1]), table.piece.chunk
+    item, chunk = torch.tensor([1]), table.piece.chunk
     before = table.stage.snapshot()
     for message, row in (
         (push_table(chunk, 1, (0,), 0, 3, 1), torch.zeros(3)),
         (push_table(chunk, 2, (0,), 0, 2, 1), torch.zeros(2, dtype=torch.float64)),
     ):
-        said = refusal(table.stage.say(0, message, one, row))
+        said = refusal(table.stage.say(0, message, item, row))
         assert said.startswith(f"Mismatch: chunk {chunk} is a table of float32[2], and the push has rows")
     assert table.stage.snapshot() == before
 
@@ -323,10 +323,10 @@ def test_keys_are_pushed_to_as_keys_and_tables_as_tables() -> None:
 def test_halves_may_come_as_halves_or_as_their_sums() -> None:
     table = Tabled(dtype="bfloat16")
     chunk = table.piece.chunk
-    one = torch.tensor([1])
+    item = torch.tensor([1])
     half = BY_NAME["bfloat16"].id
-    table.stage.say(0, push_table(chunk, half, (0,), 0, 2, 1), one, torch.ones(2, dtype=torch.bfloat16))
-    table.stage.say(1, push_table(chunk, 1, (1,), 0, 2, 1), one, torch.full((2,), 0.5))
+    table.stage.say(0, push_table(chunk, half, (0,), 0, 2, 1), item, torch.ones(2, dtype=torch.bfloat16))
+    table.stage.say(1, push_table(chunk, 1, (1,), 0, 2, 1), item, torch.full((2,), 0.5))
     (said,) = table.pull(0, [1])
     assert from_frame(said.payload[0], "bfloat16").tolist() == [-1.5, -1.5]
 
@@ -370,18 +370,18 @@ def test_a_pull_waits_where_staleness_is_bounded() -> None:
     assert len(table.pull(0, [1])) == 1
     table.push(0, [1], 2)
     assert table.pull(0, [1]) == []
-    assert any(isinstance(one.message, PulledTables) for one in table.push(1, [1], 1))
+    assert any(isinstance(packet.message, PulledTables) for packet in table.push(1, [1], 1))
 
 
 # --- exports ------------------------------------------------------------------------------------------
 
 
 def exported(said: list[Said]) -> tuple[Exported, list[list[float]]]:
-    (one,) = said
-    assert isinstance(one.message, Exported)
-    found = [from_frame(frame, "int64").tolist() for frame in one.payload[:2]]
-    found += [from_frame(frame, "float32").tolist() for frame in one.payload[2:]]
-    return one.message, found
+    (packet,) = said
+    assert isinstance(packet.message, Exported)
+    found = [from_frame(frame, "int64").tolist() for frame in packet.payload[:2]]
+    found += [from_frame(frame, "float32").tolist() for frame in packet.payload[2:]]
+    return packet.message, found
 
 
 @pytest.mark.spec("R194")
@@ -395,7 +395,7 @@ def test_an_export_has_every_row_once() -> None:
         seen += found[0]
         table.push(0, [1, 5, 100 + count], count + 1)
         count += 1
-        assert [one.name for one in answer.fields] == ["weight", "sum"]
+        assert [field.name for field in answer.fields] == ["weight", "sum"]
         assert len(found[2]) == len(found[3]) == 2 * answer.count
         start = answer.next
         if not start:

@@ -68,7 +68,7 @@ def test_a_table_beyond_the_limit_is_served_within_it() -> None:
     served = Served()
     served.fill()
     assert served.used <= LIMIT
-    assert served.rows() == [float(one) for one in range(ROWS)]
+    assert served.rows() == [float(item) for item in range(ROWS)]
     assert served.used <= LIMIT
     assert served.disk.written >= ROWS - 40
     unlimited = Served(limit=None)
@@ -110,7 +110,7 @@ def test_a_full_disk_refuses_pushes_and_checkpoints_until_it_has_room() -> None:
         if not acked(said):
             break
     assert "moved between memory and /disk: No space left on device" in refusal(said)
-    after = [2.0 * one if one < served.pushed * EACH - ROWS else one for one in before]
+    after = [2.0 * item if item < served.pushed * EACH - ROWS else item for item in before]
     assert served.rows() == after
     said = served.stage.scheduler(TakeImage(5))
     taken, kept = [each.message for each in said]

@@ -106,16 +106,16 @@ class Tabled:
 
 
 def trained(server: int = 0, servers: int = 1, **more: Any) -> Tabled:
-    one = Tabled(server, servers, **more)
+    tabled = Tabled(server, servers, **more)
     for first, last in ((0, 40), (20, 60), (10, 30)):
-        one.push(first, last)
-    return one
+        tabled.push(first, last)
+    return tabled
 
 
 def together(some: list[Tabled]) -> dict[int, list[float]]:
     found: dict[int, list[float]] = {}
-    for one in some:
-        found |= one.rows()
+    for item in some:
+        found |= item.rows()
     return found
 
 
@@ -136,33 +136,33 @@ def test_rows_come_back_on_any_number_of_servers(
     before: int, after: int, more: dict[str, Any], tmp_path: Path
 ) -> None:
     old = [trained(server, before, **copy.deepcopy(more)) for server in range(before)]
-    wanted, count = together(old), sum(one.count for one in old)
+    wanted, count = together(old), sum(item.count for item in old)
     files = []
-    for one in old:
-        path = tmp_path / f"{one.server}.safetensors"
-        write(path, one.image())
+    for item in old:
+        path = tmp_path / f"{item.server}.safetensors"
+        write(path, item.image())
         files.append(snapshot_writer.read(path))
     new = [Tabled(server, after, regroup(files, server, after)) for server in range(after)]
     assert together(new) == wanted
     if "evict" not in more or before == after:
-        assert sum(one.count for one in new) == count
+        assert sum(item.count for item in new) == count
     if not more or "dtype" in more or before == after:  # how ids are counted and dropped is up to each server
         for some in (old, new):
-            for one in some:
-                one.push(0, 50)
+            for item in some:
+                item.push(0, 50)
         assert together(new) == together(old)
-    assert [one.version for one in new] == [old[0].version] * after
+    assert [item.version for item in new] == [old[0].version] * after
 
 
 def test_captured_tables_stay_as_they_were_while_training_goes_on() -> None:
-    one = trained()
-    image, release = one.stage.server.control.snapshot()
+    tabled = trained()
+    image, release = tabled.stage.server.control.snapshot()
     former = [tensor.clone() for tensor in image.tensors()]
-    one.push(0, 90, 5.0)
+    tabled.push(0, 90, 5.0)
     for now, then in zip(image.tensors(), former, strict=True):
         assert torch.equal(now, then)
     release()
-    assert image.size_bytes == sum(one.nbytes for one in former)
+    assert image.size_bytes == sum(item.nbytes for item in former)
 
 
 def test_a_table_is_no_key_of_an_image() -> None:
@@ -176,62 +176,62 @@ def test_a_table_is_no_key_of_an_image() -> None:
 
 
 def test_a_store_goes_back_to_what_it_was() -> None:
-    one = trained()
-    image, _ = one.stage.server.control.snapshot()  # held
-    wanted = one.rows()
-    one.push(0, 99)
-    assert one.rows() != wanted
-    one.stage.revive(image)
-    assert one.rows() == wanted
-    held = weight_bytes(one.stage.server.context.chunks)
+    tabled = trained()
+    image, _ = tabled.stage.server.control.snapshot()  # held
+    wanted = tabled.rows()
+    tabled.push(0, 99)
+    assert tabled.rows() != wanted
+    tabled.stage.revive(image)
+    assert tabled.rows() == wanted
+    held = weight_bytes(tabled.stage.server.context.chunks)
     assert held == 8 + 2 * 4 + 60 * 3 * 4  # the table's element, the key, the rows
-    one.version = 3
-    one.push(0, 10)
-    assert one.count == 60
+    tabled.version = 3
+    tabled.push(0, 10)
+    assert tabled.count == 60
 
 
 def test_another_table_of_this_name_is_refused() -> None:
-    one = trained()
-    before = one.rows()
+    tabled = trained()
+    before = tabled.rows()
     with pytest.raises(Mismatch, match="table 't' of store 'kv' has another lr in the"):
-        one.stage.revive(trained(lr=2.0).image())
-    assert one.rows() == before
+        tabled.stage.revive(trained(lr=2.0).image())
+    assert tabled.rows() == before
 
 
 def test_a_server_beats_and_answers_between_the_blocks_of_a_restoration() -> None:
-    one = trained()
-    image, _ = one.stage.server.control.snapshot()
-    wanted = one.rows()
-    one.push(0, 99)
-    changed = one.rows()
-    assert one.stage.say(0, Revive("kv", "best", 7)) == []
-    (read,) = one.stage.orders()
+    tabled = trained()
+    image, _ = tabled.stage.server.control.snapshot()
+    wanted = tabled.rows()
+    tabled.push(0, 99)
+    changed = tabled.rows()
+    assert tabled.stage.say(0, Revive("kv", "best", 7)) == []
+    (read,) = tabled.stage.orders()
     assert isinstance(read, Read)
-    assert one.stage.disk(Loaded(image, read.for_whom)) == []
+    assert tabled.stage.disk(Loaded(image, read.for_whom)) == []
     blocks = 0
-    while not heard(said := one.later(), Revived):
+    while not heard(said := tabled.later(), Revived):
         blocks += 1
-        assert one.rows() == changed  # in place of them all at once
-        assert one.stage.server.deadline() <= one.stage.now
+        assert tabled.rows() == changed  # in place of them all at once
+        assert tabled.stage.server.deadline() <= tabled.stage.now
     assert blocks >= 5
-    assert one.rows() == wanted
-    assert one.stage.server.deadline() > one.stage.now
+    assert tabled.rows() == wanted
+    assert tabled.stage.server.deadline() > tabled.stage.now
     assert [answer.cuts for answer in heard(said, Revived)] == [(7,)]
 
 
 def test_a_restoration_of_which_the_caller_is_gone_changes_nothing() -> None:
-    one = trained()
-    image, _ = one.stage.server.control.snapshot()
-    one.push(0, 99)
-    one.stage.say(0, Revive("kv", "best", 7))
-    (read,) = one.stage.orders()
-    one.stage.disk(Loaded(image, read.for_whom))
+    tabled = trained()
+    image, _ = tabled.stage.server.control.snapshot()
+    tabled.push(0, 99)
+    tabled.stage.say(0, Revive("kv", "best", 7))
+    (read,) = tabled.stage.orders()
+    tabled.stage.disk(Loaded(image, read.for_whom))
     assert isinstance(read, Read)
-    one.later()
-    one.stage.server.context.begin(0, 99)
+    tabled.later()
+    tabled.stage.server.context.begin(0, 99)
     for _ in range(40):
-        assert not heard(one.later(), Revived)
-    assert one.count == 99
+        assert not heard(tabled.later(), Revived)
+    assert tabled.count == 99
 
 
 def test_a_server_that_returns_tells_when_all_blocks_are_back() -> None:

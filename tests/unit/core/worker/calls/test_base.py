@@ -82,8 +82,8 @@ def new_store() -> WorkerStore:
 
 
 def test_the_table_is_of_all_calls() -> None:
-    classes = [one for one in vars(calls).values() if isinstance(one, type)]
-    concrete = {one for one in classes if issubclass(one, Call) and not isabstract(one)}
+    classes = [var for var in vars(calls).values() if isinstance(var, type)]
+    concrete = {kind for kind in classes if issubclass(kind, Call) and not isabstract(kind)}
     assert len(EVERY) == len(concrete)
     assert {type(call) for call, _, _ in EVERY} == concrete
 
@@ -123,33 +123,33 @@ class TestWindow:
 
     def test_of_pushes_that_are_applied_one_by_one(self) -> None:
         """Versions say nothing here: other ranks move them too."""
-        one = ready(mode="async")
+        worker = ready(mode="async")
         for _ in range(64):
-            one.call(push({"w": HOT}))
-        ticket = one.call(push({"w": HOT}))
-        assert not one.is_copied(ticket)
-        assert not one.sent(Pull)
+            worker.call(push({"w": HOT}))
+        ticket = worker.call(push({"w": HOT}))
+        assert not worker.is_copied(ticket)
+        assert not worker.sent(Pull)
         for server in (0, 1):
-            one.ack(server, *one.seqs(Push, server))
-        assert one.is_copied(ticket)
-        assert one.core.stores["kv"].key("w").applied == 64
+            worker.ack(server, *worker.seqs(Push, server))
+        assert worker.is_copied(ticket)
+        assert worker.core.stores["kv"].key("w").applied == 64
         for _ in range(63):
-            assert one.is_copied(one.call(push({"w": HOT})))
-        assert not one.is_copied(one.call(push({"w": HOT})))
+            assert worker.is_copied(worker.call(push({"w": HOT})))
+        assert not worker.is_copied(worker.call(push({"w": HOT})))
 
     def test_the_values_are_those_of_the_call(self) -> None:
         """Also if its caller stops waiting for room, and uses their memory for others."""
-        one = ready()
+        worker = ready()
         for _ in range(64):
-            one.call(push({"w": HOT}))
+            worker.call(push({"w": HOT}))
         values = HOT.clone()
-        ticket = one.call(push({"w": values}), 1.0)
-        one.wait(1.5)
-        assert isinstance(one.error(ticket), Timeout)
+        ticket = worker.call(push({"w": values}), 1.0)
+        worker.wait(1.5)
+        assert isinstance(worker.error(ticket), Timeout)
         values.fill_(-1)
         for server in (0, 1):
-            stood(one, one.seqs(Pull, server)[0], server, 1)
-        assert values_of(one.sends(Push, 0)[-1]) == [*range(16)]
+            stood(worker, worker.seqs(Pull, server)[0], server, 1)
+        assert values_of(worker.sends(Push, 0)[-1]) == [*range(16)]
 
 
 class TestOptimizerNeeded:
@@ -158,46 +158,46 @@ class TestOptimizerNeeded:
     @pytest.mark.spec("R227")
     def test_behind_one_that_was_taken_in_they_do_not_wait(self) -> None:
         """Another rank has set the optimizer."""
-        one = ready(mode="async")
-        ticket = one.call(push({"w": HOT}))
-        one.ack(0, one.seqs(Push, 0)[0])
-        one.ack(1, one.seqs(Push, 1)[0])
-        assert one.is_done(ticket)
-        assert one.is_copied(one.call(push({"w": HOT})))
+        worker = ready(mode="async")
+        ticket = worker.call(push({"w": HOT}))
+        worker.ack(0, worker.seqs(Push, 0)[0])
+        worker.ack(1, worker.seqs(Push, 1)[0])
+        assert worker.is_done(ticket)
+        assert worker.is_copied(worker.call(push({"w": HOT})))
 
 
 class TestRefused:
     """A push that was refused changed nothing, so its number is owed still."""
 
-    def refuse(self, one: Bench) -> int:
-        ticket = one.call(push({"w": HOT}))
-        one.server(0, Error(one.seqs(Push, 0)[-1], ConfigError.code, "no optimizer"))
-        assert isinstance(one.error(ticket), ConfigError)
+    def refuse(self, worker: Bench) -> int:
+        ticket = worker.call(push({"w": HOT}))
+        worker.server(0, Error(worker.seqs(Push, 0)[-1], ConfigError.code, "no optimizer"))
+        assert isinstance(worker.error(ticket), ConfigError)
         return ticket
 
     @pytest.mark.parametrize("owed", [0, 1])
     def test_the_next_push_asks_for_its_number(self, owed: int) -> None:
         """The other server may have taken its part in."""
-        one = ready(mode="async")
-        self.refuse(one)
-        ticket = one.call(push({"w": HOT}))
-        assert one.sent(Pull) == [
-            Pull(chunk(one, 0), False, (Ask(0, 16, 0, 0),)),
-            Pull(chunk(one, 1), False, (Ask(0, 24, 0, 0),)),
+        worker = ready(mode="async")
+        self.refuse(worker)
+        ticket = worker.call(push({"w": HOT}))
+        assert worker.sent(Pull) == [
+            Pull(chunk(worker, 0), False, (Ask(0, 16, 0, 0),)),
+            Pull(chunk(worker, 1), False, (Ask(0, 24, 0, 0),)),
         ]
-        assert not one.is_copied(ticket)
-        stood(one, one.seqs(Pull, 0)[0], 0, 0, owed)
-        stood(one, one.seqs(Pull, 1)[0], 1, 0, 1)
-        assert [message.runs[0].number for message in one.sent(Push, 0)] == [0, owed]
-        one.call(push({"w": HOT}))
-        assert one.sent(Push, 0)[-1].runs[0].number == owed + 1
+        assert not worker.is_copied(ticket)
+        stood(worker, worker.seqs(Pull, 0)[0], 0, 0, owed)
+        stood(worker, worker.seqs(Pull, 1)[0], 1, 0, 1)
+        assert [message.runs[0].number for message in worker.sent(Push, 0)] == [0, owed]
+        worker.call(push({"w": HOT}))
+        assert worker.sent(Push, 0)[-1].runs[0].number == owed + 1
 
     def test_two_that_ask_do_not_get_the_same(self) -> None:
-        one = ready(mode="async")
-        self.refuse(one)
+        worker = ready(mode="async")
+        self.refuse(worker)
         for _ in range(2):
-            one.call(push({"w": HOT}))
+            worker.call(push({"w": HOT}))
         for at in (0, 1):
             for server in (0, 1):
-                stood(one, one.seqs(Pull, server)[at], server, 0)
-        assert [message.runs[0].number for message in one.sent(Push, 0)] == [0, 0, 1]
+                stood(worker, worker.seqs(Pull, server)[at], server, 0)
+        assert [message.runs[0].number for message in worker.sent(Push, 0)] == [0, 0, 1]

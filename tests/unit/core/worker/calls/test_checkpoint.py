@@ -18,14 +18,14 @@ RESTORE = calls.RestoreCheckpoint("kv", "best")
 
 
 def bench(rank: int = 0, servers: int = 2) -> Bench:
-    one = Bench(servers=servers, rank=rank)
-    one.open()
-    return one
+    worker = Bench(servers=servers, rank=rank)
+    worker.open()
+    return worker
 
 
-def meet(one: Bench) -> None:
+def meet(worker: Bench) -> None:
     """The barrier at which this rank stands is passed."""
-    one.scheduler(Released(one.seqs(Barrier)[-1]))
+    worker.scheduler(Released(worker.seqs(Barrier)[-1]))
 
 
 def told(seq: int, restored: int = 0) -> HistoryIs:
@@ -35,46 +35,46 @@ def told(seq: int, restored: int = 0) -> HistoryIs:
 
 class TestCheckpoint:
     def test_made_again_after_a_timeout_it_is_the_same_one(self) -> None:
-        one = bench()
-        ticket = one.call(TAKE, timeout_s=5.0)
-        meet(one)
-        one.wait(5.0)
-        assert isinstance(one.error(ticket), Timeout)
+        worker = bench()
+        ticket = worker.call(TAKE, timeout_s=5.0)
+        meet(worker)
+        worker.wait(5.0)
+        assert isinstance(worker.error(ticket), Timeout)
         assert "checkpoint() of store 'kv' is not done: not every server has written its snapshot" in str(
-            one.error(ticket)
+            worker.error(ticket)
         )
-        again = one.call(TAKE, timeout_s=5.0)
-        one.wait(5.0)
-        assert isinstance(one.error(again), Timeout)
-        one.scheduler(Checkpointed(one.seqs(Checkpoint)[-1], 12))
-        third = one.call(TAKE)
-        assert one.is_done(third)
-        assert one.finish(third).value == 12  # type: ignore[union-attr]
-        assert {message.number for message in one.sent(Checkpoint)} == {1}
+        again = worker.call(TAKE, timeout_s=5.0)
+        worker.wait(5.0)
+        assert isinstance(worker.error(again), Timeout)
+        worker.scheduler(Checkpointed(worker.seqs(Checkpoint)[-1], 12))
+        third = worker.call(TAKE)
+        assert worker.is_done(third)
+        assert worker.finish(third).value == 12  # type: ignore[union-attr]
+        assert {message.number for message in worker.sent(Checkpoint)} == {1}
 
 
 class TestRestore:
-    def revive(self, one: Bench, *cuts: tuple[int, ...], **versions: int) -> None:
+    def revive(self, worker: Bench, *cuts: tuple[int, ...], **versions: int) -> None:
         """Let each server say which cuts it has, each at version 5 unless it is named as cNUMBER=."""
         for server, some in enumerate(cuts):
             at = tuple(versions.get(f"c{cut}", 5) + 1 for cut in some)
-            one.server(server, Revived(one.seqs(Revive, server)[-1], some, at))
+            worker.server(server, Revived(worker.seqs(Revive, server)[-1], some, at))
 
-    def restored(self, one: Bench, tag: str, **versions: int) -> tuple[int, bool, str]:
+    def restored(self, worker: Bench, tag: str, **versions: int) -> tuple[int, bool, str]:
         """Restore where these cuts are; return the one that was taken, and what is told of it."""
-        ticket = one.call(calls.RestoreCheckpoint("kv", tag))
-        meet(one)
+        ticket = worker.call(calls.RestoreCheckpoint("kv", tag))
+        meet(worker)
         cuts = tuple(int(name[1:]) for name in versions)
-        self.revive(one, cuts, cuts, **versions)
-        return self.finished(one, ticket)
+        self.revive(worker, cuts, cuts, **versions)
+        return self.finished(worker, ticket)
 
-    def finished(self, one: Bench, ticket: int) -> tuple[int, bool, str]:
-        cut = one.sent(Revive)[-1].cut
-        self.revive(one, (cut,), (cut,))
-        meet(one)
+    def finished(self, worker: Bench, ticket: int) -> tuple[int, bool, str]:
+        cut = worker.sent(Revive)[-1].cut
+        self.revive(worker, (cut,), (cut,))
+        meet(worker)
         for server in (0, 1):
-            one.server(server, told(one.seqs(History, server)[-1], restored=cut))
-        done = one.finish(ticket)
+            worker.server(server, told(worker.seqs(History, server)[-1], restored=cut))
+        done = worker.finish(ticket)
         assert done is not None
         assert isinstance(done.value, calls.Restored)
         return done.value.cut, done.value.is_odd, done.value.told
@@ -89,15 +89,15 @@ class TestRestore:
     @pytest.mark.spec("R415")
     @pytest.mark.parametrize("tag", ["", "best"])
     def test_but_not_if_this_job_has_asked_for_it_or_it_has_the_tag(self, tag: str) -> None:
-        one = bench()
+        worker = bench()
         if not tag:
-            ticket = one.call(TAKE)
-            meet(one)
-            one.scheduler(Checkpointed(one.seqs(Checkpoint)[-1], 6))
-            assert one.is_done(ticket)
+            ticket = worker.call(TAKE)
+            meet(worker)
+            worker.scheduler(Checkpointed(worker.seqs(Checkpoint)[-1], 6))
+            assert worker.is_done(ticket)
             for name in ("kvps.checkpoint", "kvps.restore"):
-                one.core.stores["kv"].barriers.pop(name, None)
-        cut, is_odd, text = self.restored(one, tag, c4=1000, c6=0)
+                worker.core.stores["kv"].barriers.pop(name, None)
+        cut, is_odd, text = self.restored(worker, tag, c4=1000, c6=0)
         assert (cut, is_odd) == (6, True)
         assert "an older checkpoint is further: 4 (version 1000)" in text
 
@@ -108,87 +108,87 @@ class TestRestore:
 
     @pytest.mark.spec("R415")
     def test_unreadable_checkpoint_is_passed_over(self) -> None:
-        one = bench()
-        ticket = one.call(calls.RestoreCheckpoint("kv", ""))
-        meet(one)
-        self.revive(one, (3, 7), (3, 7))
-        damaged = Error(one.seqs(Revive, 1)[-1], StorageError.code, "damaged")
-        one.server(1, damaged)
-        cut, is_odd, text = self.finished(one, ticket)
+        worker = bench()
+        ticket = worker.call(calls.RestoreCheckpoint("kv", ""))
+        meet(worker)
+        self.revive(worker, (3, 7), (3, 7))
+        damaged = Error(worker.seqs(Revive, 1)[-1], StorageError.code, "damaged")
+        worker.server(1, damaged)
+        cut, is_odd, text = self.finished(worker, ticket)
         assert (cut, is_odd) == (3, True)
         assert "checkpoints [7] could not be read" in text
 
     @pytest.mark.spec("R415")
     @pytest.mark.parametrize(("tag", "cuts"), [("best", (3, 7)), ("", (7,))])
     def test_the_last_that_cannot_be_read_is_an_error(self, tag: str, cuts: tuple[int]) -> None:
-        one = bench()
-        one.call(calls.RestoreCheckpoint("kv", tag))
-        meet(one)
-        self.revive(one, cuts, cuts)
-        one.server(1, Error(one.seqs(Revive, 1)[-1], StorageError.code, "damaged"))
-        assert one.sent(Barrier)[-1].code == StorageError.code
+        worker = bench()
+        worker.call(calls.RestoreCheckpoint("kv", tag))
+        meet(worker)
+        self.revive(worker, cuts, cuts)
+        worker.server(1, Error(worker.seqs(Revive, 1)[-1], StorageError.code, "damaged"))
+        assert worker.sent(Barrier)[-1].code == StorageError.code
 
     @pytest.mark.spec("R147")
     def test_rank_0_takes_the_newest_that_all_servers_have(self) -> None:
-        one = bench()
-        ticket = one.call(RESTORE)
-        assert one.sent(Barrier) == [Barrier("kv", "kvps.restore", 0, what="restore('best')")]
-        meet(one)
-        assert one.sent(Revive) == [Revive("kv", "best", 0)] * 2
-        self.revive(one, (3, 7, 9), (3, 7))
-        assert one.sent(Revive)[2:] == [Revive("kv", "best", 7)] * 2
-        self.revive(one, (7,), (7,))
-        assert one.sent(Barrier)[1:] == [Barrier("kv", "kvps.restore", 1)]
-        meet(one)
+        worker = bench()
+        ticket = worker.call(RESTORE)
+        assert worker.sent(Barrier) == [Barrier("kv", "kvps.restore", 0, what="restore('best')")]
+        meet(worker)
+        assert worker.sent(Revive) == [Revive("kv", "best", 0)] * 2
+        self.revive(worker, (3, 7, 9), (3, 7))
+        assert worker.sent(Revive)[2:] == [Revive("kv", "best", 7)] * 2
+        self.revive(worker, (7,), (7,))
+        assert worker.sent(Barrier)[1:] == [Barrier("kv", "kvps.restore", 1)]
+        meet(worker)
         for server in (0, 1):
-            one.server(server, told(one.seqs(History, server)[-1], restored=7))
-        assert one.is_done(ticket)
-        assert one.finish(ticket).value.cut == 7  # type: ignore[union-attr]
+            worker.server(server, told(worker.seqs(History, server)[-1], restored=7))
+        assert worker.is_done(ticket)
+        assert worker.finish(ticket).value.cut == 7  # type: ignore[union-attr]
 
     @pytest.mark.parametrize(("tag", "what"), [("best", "with tag 'best'"), ("", "no checkpoint is")])
     @pytest.mark.spec("R229")
     def test_without_a_common_one_it_fails_for_all_who_wait_at_the_barrier(self, tag: str, what: str) -> None:
-        one = bench()
-        ticket = one.call(calls.RestoreCheckpoint("kv", tag))
-        meet(one)
-        self.revive(one, (3,), (4,))
-        sent = one.sent(Barrier)[-1]
+        worker = bench()
+        ticket = worker.call(calls.RestoreCheckpoint("kv", tag))
+        meet(worker)
+        self.revive(worker, (3,), (4,))
+        sent = worker.sent(Barrier)[-1]
         assert (sent.number, sent.code) == (1, StorageError.code)
-        one.scheduler(Error(one.seqs(Barrier)[-1], sent.code, sent.text))
-        assert isinstance(one.error(ticket), StorageError)
-        assert what in str(one.error(ticket))
-        assert "complete on all 2 servers" in str(one.error(ticket))
+        worker.scheduler(Error(worker.seqs(Barrier)[-1], sent.code, sent.text))
+        assert isinstance(worker.error(ticket), StorageError)
+        assert what in str(worker.error(ticket))
+        assert "complete on all 2 servers" in str(worker.error(ticket))
 
     def test_failed_restore_raises_though_the_others_have_passed(self) -> None:
         """They were told before, by the scheduler that was there then."""
-        one = bench()
-        ticket = one.call(RESTORE)
-        meet(one)
-        self.revive(one, (3,), (4,))
-        meet(one)
-        assert isinstance(one.error(ticket), StorageError)
+        worker = bench()
+        ticket = worker.call(RESTORE)
+        meet(worker)
+        self.revive(worker, (3,), (4,))
+        meet(worker)
+        assert isinstance(worker.error(ticket), StorageError)
 
     @pytest.mark.spec("R143")
     def test_others_wait_for_it_and_all_count_from_what_the_servers_hold(self) -> None:
-        one = bench(rank=1, servers=1)
-        one.init({"w": torch.zeros(4), "new": torch.zeros(4)})
+        worker = bench(rank=1, servers=1)
+        worker.init({"w": torch.zeros(4), "new": torch.zeros(4)})
         for _ in range(3):
-            one.call(push({"w": torch.ones(4)}))
-        one.ack(0, *one.seqs(Push))
-        ticket = one.call(RESTORE)
-        meet(one)
-        assert not one.sent(Revive)
-        meet(one)
-        names = one.sent(Find)[-1].keys
+            worker.call(push({"w": torch.ones(4)}))
+        worker.ack(0, *worker.seqs(Push))
+        ticket = worker.call(RESTORE)
+        meet(worker)
+        assert not worker.sent(Revive)
+        meet(worker)
+        names = worker.sent(Find)[-1].keys
         found = tuple(Found(FLOAT, (4,), 2) if name == "w" else Found(0, ()) for name in names)
-        one.server(0, FoundAll(one.seqs(Find)[-1], found))
-        one.server(0, Declared(one.seqs(Declare)[-1], (Place(False, (Piece(9, 0, 4),)),)))
-        assert one.finish(ticket) is None
-        one.server(0, Pulled(one.seqs(Pull)[-1], 9, FLOAT, False, (Stand(0, 4, 11, 11),)))
-        one.server(0, told(one.seqs(History)[-1]))
-        assert one.is_done(ticket)
-        store = one.core.stores["kv"]
+        worker.server(0, FoundAll(worker.seqs(Find)[-1], found))
+        worker.server(0, Declared(worker.seqs(Declare)[-1], (Place(False, (Piece(9, 0, 4),)),)))
+        assert worker.finish(ticket) is None
+        worker.server(0, Pulled(worker.seqs(Pull)[-1], 9, FLOAT, False, (Stand(0, 4, 11, 11),)))
+        worker.server(0, told(worker.seqs(History)[-1]))
+        assert worker.is_done(ticket)
+        store = worker.core.stores["kv"]
         assert set(store.keys) == {"w"}
         assert (store.key("w").number, store.key("w").broadcasts) == (11, 2)
-        one.call(push({"w": torch.ones(4)}))
-        assert [run.number for run in one.sent(Push)[-1].runs] == [11]
+        worker.call(push({"w": torch.ones(4)}))
+        assert [run.number for run in worker.sent(Push)[-1].runs] == [11]

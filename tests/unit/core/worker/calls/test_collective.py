@@ -14,47 +14,47 @@ from tests.support.worker_with_key import HOT, bench, ready, stood
 
 class TestJoin:
     def test_join_that_ends_before_it_was_sent_does_not_count(self) -> None:
-        one = ready(1)
-        one.call(push({"w": HOT}))
-        ticket = one.call(calls.JoinStore("kv"))
-        one.view(member(Node(Role.WORKER, 0), "gone"))
-        assert isinstance(one.error(ticket), WorkerLost)
-        assert not one.core.stores["kv"].is_away
+        worker = ready(1)
+        worker.call(push({"w": HOT}))
+        ticket = worker.call(calls.JoinStore("kv"))
+        worker.view(member(Node(Role.WORKER, 0), "gone"))
+        assert isinstance(worker.error(ticket), WorkerLost)
+        assert not worker.core.stores["kv"].is_away
 
     def test_a_push_that_waits_for_room_does_not_come_behind_it(self) -> None:
-        one = ready(1)
+        worker = ready(1)
         for _ in range(WINDOW):
-            one.call(push({"w": HOT}, eager=False))
-        late = one.call(push({"w": HOT}, eager=False))
-        one.core.stores["kv"].is_away = True
+            worker.call(push({"w": HOT}, eager=False))
+        late = worker.call(push({"w": HOT}, eager=False))
+        worker.core.stores["kv"].is_away = True
         for server in (0, 1):
-            stood(one, one.seqs(Pull, server)[0], server, 1, owed=1)
-        assert "has joined" in str(one.error(late))
+            stood(worker, worker.seqs(Pull, server)[0], server, 1, owed=1)
+        assert "has joined" in str(worker.error(late))
 
     def test_where_each_push_is_applied_no_number_is_asked(self) -> None:
-        one = ready(1, mode="async")
-        ticket = one.call(calls.JoinStore("kv"))
+        worker = ready(1, mode="async")
+        ticket = worker.call(calls.JoinStore("kv"))
         for server in (0, 1):
-            one.server(server, Joined(one.seqs(Join, server)[0], 1))
+            worker.server(server, Joined(worker.seqs(Join, server)[0], 1))
         for server in (0, 1):
-            one.server(server, Done(one.seqs(Return, server)[0]))
-        assert one.finish(ticket).value == 1  # type: ignore[union-attr]
-        assert not one.sent(Pull)
+            worker.server(server, Done(worker.seqs(Return, server)[0]))
+        assert worker.finish(ticket).value == 1  # type: ignore[union-attr]
+        assert not worker.sent(Pull)
 
 
 class TestTogether:
     @pytest.mark.spec("R403")
     def test_models_are_compared_at_a_barrier_of_their_own(self) -> None:
-        one = bench()
+        worker = bench()
         traits = (Trait("parameter 'w'", "float32[2]"),)
-        ticket = one.call(calls.Compare("kv", "Trainer()", traits))
-        one.scheduler(Released(one.seqs(Barrier)[-1]))
-        assert one.sent(Barrier) == [Barrier("kv", "kvps.same", 0, what="Trainer()", traits=traits)]
-        assert one.is_done(ticket)
+        ticket = worker.call(calls.Compare("kv", "Trainer()", traits))
+        worker.scheduler(Released(worker.seqs(Barrier)[-1]))
+        assert worker.sent(Barrier) == [Barrier("kv", "kvps.same", 0, what="Trainer()", traits=traits)]
+        assert worker.is_done(ticket)
 
     def test_status_is_asked_of_all(self) -> None:
-        one = bench()
-        ticket = one.call(calls.AskStatus("kv"))
+        worker = bench()
+        ticket = worker.call(calls.AskStatus("kv"))
         for server in (0, 1):
-            one.server(server, StatusIs(one.seqs(Status, server)[0], (), ()))
-        assert [type(it) for it in one.finish(ticket).value] == [StatusIs] * 2  # type: ignore[union-attr, attr-defined]
+            worker.server(server, StatusIs(worker.seqs(Status, server)[0], (), ()))
+        assert [type(it) for it in worker.finish(ticket).value] == [StatusIs] * 2  # type: ignore[union-attr, attr-defined]

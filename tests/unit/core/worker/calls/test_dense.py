@@ -18,72 +18,72 @@ from tests.support.worker_with_key import FLOAT, HOT, bench, chunk, pulled, read
 VIEWS = calls.Views.VIEWS
 
 
-def looked_up(one: Bench, names: list[str], size: int) -> None:
+def looked_up(worker: Bench, names: list[str], size: int) -> None:
     """Look up keys of one size, which lie side by side in one chunk on each server."""
-    ticket = one.call(calls.Lookup("kv", tuple(names)))
+    ticket = worker.call(calls.Lookup("kv", tuple(names)))
     for server in (0, 1):
-        found = tuple(Found(FLOAT, (size,)) for _ in one.sent(Find, server)[0].keys)
-        one.server(server, FoundAll(one.seqs(Find, server)[0], found))
+        found = tuple(Found(FLOAT, (size,)) for _ in worker.sent(Find, server)[0].keys)
+        worker.server(server, FoundAll(worker.seqs(Find, server)[0], found))
     for server in (0, 1):
-        entries = one.sent(Declare, server)[0].entries
+        entries = worker.sent(Declare, server)[0].entries
         places = tuple(Place(False, (Piece(1, at * size, size),)) for at in range(len(entries)))
-        one.server(server, Declared(one.seqs(Declare, server)[0], places))
-    assert one.is_done(ticket)
+        worker.server(server, Declared(worker.seqs(Declare, server)[0], places))
+    assert worker.is_done(ticket)
 
 
 class TestPush:
     def test_a_thousand_keys_are_a_handful_of_messages(self) -> None:
-        one = bench()
+        worker = bench()
         names = [f"k{index}" for index in range(1000)]
-        looked_up(one, names, 1)
-        one.call(push({name: torch.zeros(1) for name in names}))
-        one.call(pull({name: torch.zeros(1) for name in names}))
-        assert [len(one.sent(Push)), len(one.sent(Pull))] == [2, 2]
-        assert {len(message.runs) for message in one.sent(Push)} == {1}
+        looked_up(worker, names, 1)
+        worker.call(push({name: torch.zeros(1) for name in names}))
+        worker.call(pull({name: torch.zeros(1) for name in names}))
+        assert [len(worker.sent(Push)), len(worker.sent(Pull))] == [2, 2]
+        assert {len(message.runs) for message in worker.sent(Push)} == {1}
 
     def test_an_unknown_key_is_an_error(self) -> None:
-        one = bench()
-        assert isinstance(one.error(one.call(push({"w": HOT}))), KeyNotFound)
+        worker = bench()
+        assert isinstance(worker.error(worker.call(push({"w": HOT}))), KeyNotFound)
 
 
 class TestAllocate:
     def test_a_push_of_them_copies_nothing(self) -> None:
         memory = Readable("server 0", "server 1")
-        one = ready(memory=memory)
-        end = one.finish(one.call(calls.Allocate("kv", ("w",))))
+        worker = ready(memory=memory)
+        end = worker.finish(worker.call(calls.Allocate("kv", ("w",))))
         assert end is not None
         (row,) = end.value  # type: ignore[misc]
         row.copy_(HOT)
         before = len(memory.blocks)
-        one.call(push({"w": row}))
+        worker.call(push({"w": row}))
         row[0] = 99
-        assert [values_of(send) for send in one.sends(Push)] == [[99, *range(1, 16)], [*range(16, 40)]]
-        one.call(push({"w": HOT}))
+        assert [values_of(send) for send in worker.sends(Push)] == [[99, *range(1, 16)], [*range(16, 40)]]
+        worker.call(push({"w": HOT}))
         assert len(memory.blocks) == before + 2
 
     @pytest.mark.parametrize("routes", [("server 0", "server 1"), ("server 0",), ()])
     def test_gives_nothing_that_a_server_would_be_sent_a_copy_of(self, routes: tuple[str, ...]) -> None:
         """``w`` lies on both servers, ``b`` on one of them."""
-        one = ready(memory=Readable(*routes))
-        one.init({"b": torch.zeros(2, 3, dtype=torch.int16)})
-        home = one.core.stores["kv"].keys["b"].pieces[0].server
-        end = one.finish(one.call(calls.Allocate("kv", ("b", "w"), is_lent=True)))
+        worker = ready(memory=Readable(*routes))
+        worker.init({"b": torch.zeros(2, 3, dtype=torch.int16)})
+        home = worker.core.stores["kv"].keys["b"].pieces[0].server
+        end = worker.finish(worker.call(calls.Allocate("kv", ("b", "w"), is_lent=True)))
         assert end is not None
         b, w = end.value  # type: ignore[misc]
         assert (w is not None) == (len(routes) == 2)
         assert (b is not None) == (f"server {home}" in routes)
 
     def test_of_an_unknown_key_is_an_error(self) -> None:
-        one = bench()
-        assert isinstance(one.error(one.call(calls.Allocate("kv", ("w",)))), KeyNotFound)
+        worker = bench()
+        assert isinstance(worker.error(worker.call(calls.Allocate("kv", ("w",)))), KeyNotFound)
 
 
 def test_keys_are_located_by_the_chunks_of_their_pieces() -> None:
-    one = ready()
-    one.init({"b": torch.zeros(2, 3, dtype=torch.int16), "nothing": torch.zeros(0)})
-    end = one.finish(one.call(calls.Locate("kv", ("w", "b", "nothing"))))
+    worker = ready()
+    worker.init({"b": torch.zeros(2, 3, dtype=torch.int16), "nothing": torch.zeros(0)})
+    end = worker.finish(worker.call(calls.Locate("kv", ("w", "b", "nothing"))))
     assert end is not None
-    keys = one.core.stores["kv"].keys
+    keys = worker.core.stores["kv"].keys
     expected = [{piece[:2] for piece in keys[name].pieces} for name in ("w", "b", "nothing")]
     assert end.value == expected
     assert [len(chunks) for chunks in expected] == [2, 1, 0]
@@ -91,12 +91,12 @@ def test_keys_are_located_by_the_chunks_of_their_pieces() -> None:
 
 class TestViews:
     def test_of_a_push_and_pull_with_what_lags_read_again(self) -> None:
-        one = ready()
-        ticket = one.call(push({"w": HOT}, sinks=VIEWS, eager=False))
-        pulled(one, one.seqs(Push, 0)[0], 0, 2, 5.0)
-        pulled(one, one.seqs(Push, 1)[0], 1, 1, 4.0)
-        pulled(one, one.seqs(Pull, 1)[0], 1, 2, 5.0)
-        end = one.finish(ticket)
+        worker = ready()
+        ticket = worker.call(push({"w": HOT}, sinks=VIEWS, eager=False))
+        pulled(worker, worker.seqs(Push, 0)[0], 0, 2, 5.0)
+        pulled(worker, worker.seqs(Push, 1)[0], 1, 1, 4.0)
+        pulled(worker, worker.seqs(Pull, 1)[0], 1, 2, 5.0)
+        end = worker.finish(ticket)
         assert end is not None
         (view,) = end.value  # type: ignore[misc]
         assert view.tolist() == [5.0] * 40
@@ -104,73 +104,73 @@ class TestViews:
     @pytest.mark.parametrize("first", [(), (0,), (1,)])
     def test_views_of_a_timed_out_push_are_dropped(self, first: tuple[int, ...]) -> None:
         """The push stands, and ends when all values are there, as if they had been wanted."""
-        one = ready()
-        ticket = one.call(push({"w": HOT}, sinks=VIEWS, eager=False), 5.0)
+        worker = ready()
+        ticket = worker.call(push({"w": HOT}, sinks=VIEWS, eager=False), 5.0)
         for server in first:
-            pulled(one, one.seqs(Push, server)[0], server, 1)
-        one.wait(5.0)
-        assert isinstance(one.error(ticket), Timeout)
+            pulled(worker, worker.seqs(Push, server)[0], server, 1)
+        worker.wait(5.0)
+        assert isinstance(worker.error(ticket), Timeout)
         for server in {0, 1} - set(first):
-            pulled(one, one.seqs(Push, server)[0], server, 1)
-        assert one.core.stores["kv"].key("w").applied == 1
-        assert not one.core.table.pending
+            pulled(worker, worker.seqs(Push, server)[0], server, 1)
+        assert worker.core.stores["kv"].key("w").applied == 1
+        assert not worker.core.table.pending
 
 
-def told(one: Bench, seq: int, server: int, version: int, *rounds: int, owed: int | None = None) -> None:
+def told(worker: Bench, seq: int, server: int, version: int, *rounds: int, owed: int | None = None) -> None:
     """Answer a pull of ``w``, and name the last of these rounds as dropped."""
     size = (16, 24)[server]
     dropped = tuple(Dropped(0, number, 2, (3,)) for number in rounds[-1:])
     runs = (Stand(0, size, version, version if owed is None else owed),)
-    answer = Pulled(seq, chunk(one, server), FLOAT, True, runs, dropped)
-    one.server(server, answer, torch.full((size,), 5.0))
+    answer = Pulled(seq, chunk(worker, server), FLOAT, True, runs, dropped)
+    worker.server(server, answer, torch.full((size,), 5.0))
 
 
 class TestDropped:
     @pytest.mark.spec("R107")
     def test_a_pushpull_raises_for_its_round_and_the_next_ones_go_on(self) -> None:
-        one = ready()
+        worker = ready()
         for number, rounds in enumerate([(), (1,), (1,), (1, 3)]):
             sink = torch.zeros(40)
-            ticket = one.call(push({"w": HOT}, sinks=(sink,)))
+            ticket = worker.call(push({"w": HOT}, sinks=(sink,)))
             for server in (1, 0):
-                assert one.finish(ticket) is None
-                told(one, one.seqs(Push, server)[-1], server, number + 1, *rounds)
+                assert worker.finish(ticket) is None
+                told(worker, worker.seqs(Push, server)[-1], server, number + 1, *rounds)
             if number in (1, 3):
                 text = f"round {number} of key 'w' was dropped: 2 values of key 'w' are not finite"
-                assert isinstance(one.error(ticket), NonFinite)
-                assert text in str(one.error(ticket))
+                assert isinstance(worker.error(ticket), NonFinite)
+                assert text in str(worker.error(ticket))
             else:
-                assert one.is_done(ticket)
+                assert worker.is_done(ticket)
             assert sink.unique().tolist() == [5.0]  # what was kept is there all the same
-        assert one.core.stores["kv"].key("w").is_refused is False
+        assert worker.core.stores["kv"].key("w").is_refused is False
 
     def test_parts_that_wait_for_this_very_rank_are_taken_as_they_are(self) -> None:
-        one = ready()  # its predecessor has pushed to the second server only
-        ticket = one.call(pull({"w": torch.zeros(40)}))
-        told(one, one.seqs(Pull, 0)[-1], 0, 1)
-        told(one, one.seqs(Pull, 1)[-1], 1, 2)
-        assert one.is_done(ticket)
+        worker = ready()  # its predecessor has pushed to the second server only
+        ticket = worker.call(pull({"w": torch.zeros(40)}))
+        told(worker, worker.seqs(Pull, 0)[-1], 0, 1)
+        told(worker, worker.seqs(Pull, 1)[-1], 1, 2)
+        assert worker.is_done(ticket)
 
 
 def test_many_small_values_are_copied_before_any_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is written where the next one lies, and the second server's are sent after the first has answered."""
     monkeypatch.setattr(connection, "UPLINK_BYTES", 0)
     monkeypatch.setattr(connection, "UPLINK_LEAST", 1)
-    one = bench()
+    worker = bench()
     names = [f"k{index}" for index in range(8 * MANY)]
     rows = [torch.rand(4) for _ in names]
-    looked_up(one, names, 4)
-    before, plan = torch.stack(rows), one.core.stores["kv"].plan(tuple(names))
+    looked_up(worker, names, 4)
+    before, plan = torch.stack(rows), worker.core.stores["kv"].plan(tuple(names))
     assert len(plan.shares) == 2
-    one.call(push(dict(zip(names, rows, strict=True)), sinks=(*rows[1:], rows[0]), eager=False))
-    assert len(one.sends(Push)) == 1
+    worker.call(push(dict(zip(names, rows, strict=True)), sinks=(*rows[1:], rows[0]), eager=False))
+    assert len(worker.sends(Push)) == 1
     for row in rows:
         row.fill_(-1.0)
     first = plan.shares[0]
     runs = tuple([Stand(start, size, 1, 1) for start, size in first.blocks])
-    seq = one.seqs(Push, first.server)[0]
-    one.server(first.server, Pulled(seq, first.chunk, FLOAT, True, runs), torch.full((first.size,), 5.0))
-    for share, send in zip(plan.shares, one.sends(Push), strict=True):
+    seq = worker.seqs(Push, first.server)[0]
+    worker.server(first.server, Pulled(seq, first.chunk, FLOAT, True, runs), torch.full((first.size,), 5.0))
+    for share, send in zip(plan.shares, worker.sends(Push), strict=True):
         keys = [segment.key for segment in share.segments]
         assert values_of(send) == before[keys].view(-1).tolist()
         written = {rows[(key + 1) % len(rows)].unique().item() for key in keys}
@@ -179,24 +179,24 @@ def test_many_small_values_are_copied_before_any_is_written(monkeypatch: pytest.
 
 def test_values_are_copied_where_others_of_their_call_are_written():
     memory = torch.arange(12.0)
-    one, two, three = memory[:4], memory[4:8], memory[8:]
+    first, two, three = memory[:4], memory[4:8], memory[8:]
     empty = memory[2:2]
     for values, sinks, copied in [
-        ([one], [one], []),
-        ([one], [two], []),
-        ([one], [memory[1:5]], [0]),
+        ([first], [first], []),
+        ([first], [two], []),
+        ([first], [memory[1:5]], [0]),
         ([two], [memory[3:7]], [0]),
-        ([one, two], [one, two], []),  # each where it is
-        ([one, two], [three, torch.empty(4)], []),
-        ([one, two], [two, one], [0, 1]),
-        ([one, one], [one, two], [1]),
-        ([one, two, three], [memory[2:6], torch.empty(4), three], [0, 1]),
-        ([one, empty, two], [two, empty, torch.empty(4)], [2]),
-        ([empty, one], [memory[1:1], one], []),
-        ([one, two, three], [one, torch.empty(4), memory[2:6]], [0, 1]),
+        ([first, two], [first, two], []),  # each where it is
+        ([first, two], [three, torch.empty(4)], []),
+        ([first, two], [two, first], [0, 1]),
+        ([first, first], [first, two], [1]),
+        ([first, two, three], [memory[2:6], torch.empty(4), three], [0, 1]),
+        ([first, empty, two], [two, empty, torch.empty(4)], [2]),
+        ([empty, first], [memory[1:1], first], []),
+        ([first, two, three], [first, torch.empty(4), memory[2:6]], [0, 1]),
     ]:
         given = list(values)
-        unshare(given, sinks, np.array([one.nbytes for one in sinks]))
+        unshare(given, sinks, np.array([sink.nbytes for sink in sinks]))
         assert [at for at, (a, b) in enumerate(zip(given, values, strict=True)) if a is not b] == (copied)
         assert all(torch.equal(*pair) for pair in zip(given, values, strict=True))
 

@@ -44,14 +44,14 @@ GROUPS = (Group("float32", 2, 0, 1),)
 
 def bench(servers: int = 2, **options: object) -> Bench:
     """A worker that has a table, in chunk 5 of server 0 and 6 of server 1."""
-    one = Bench(servers=servers)
-    one.open(**options)
-    ticket = one.call(calls.MakeTable("kv", KEY, RECIPE, 0))
+    worker = Bench(servers=servers)
+    worker.open(**options)
+    ticket = worker.call(calls.MakeTable("kv", KEY, RECIPE, 0))
     for server in range(servers):
-        (seq,) = one.seqs(Embed, server)
-        one.server(server, Declared(seq, (Place(False, (Piece(5 + server, 0, 1),)),)))
-    assert one.is_done(ticket)
-    return one
+        (seq,) = worker.seqs(Embed, server)
+        worker.server(server, Declared(seq, (Place(False, (Piece(5 + server, 0, 1),)),)))
+    assert worker.is_done(ticket)
+    return worker
 
 
 def pushing(ids: np.ndarray = IDS, servers: int = 2) -> calls.PushTableRows:  # type: ignore[type-arg]
@@ -67,150 +67,150 @@ def pulling(  # type: ignore[type-arg]
 
 @pytest.mark.spec("R188")
 def test_each_server_has_its_share_of_a_push_and_be_it_none() -> None:
-    one = bench()
+    worker = bench()
     ids = IDS[servers_of(IDS, 2) == 1]
-    ticket = one.call(pushing(ids))
-    (here,), (there,) = one.sends(PushTables, 0), one.sends(PushTables, 1)
+    ticket = worker.call(pushing(ids))
+    (here,), (there,) = worker.sends(PushTables, 0), worker.sends(PushTables, 1)
     assert here.packet.message == push_table(5, 1, (0,), 0, 2, 0)
     assert here.packet.payload == ()
     assert there.packet.message == push_table(6, 1, (0,), 0, 2, len(ids))
     assert [len(frame) for frame in there.packet.payload] == [8 * len(ids), 8 * len(ids)]
-    assert one.is_copied(ticket)
-    one.ack(0, *one.seqs(PushTables, 0))
-    assert not one.is_done(ticket)
-    one.ack(1, *one.seqs(PushTables, 1))
-    assert one.is_done(ticket)
-    one.call(pushing())
-    assert [message.parts[0].number for message in one.sent(PushTables)] == [0, 0, 1, 1]
+    assert worker.is_copied(ticket)
+    worker.ack(0, *worker.seqs(PushTables, 0))
+    assert not worker.is_done(ticket)
+    worker.ack(1, *worker.seqs(PushTables, 1))
+    assert worker.is_done(ticket)
+    worker.call(pushing())
+    assert [message.parts[0].number for message in worker.sent(PushTables)] == [0, 0, 1, 1]
 
 
 @pytest.mark.spec("R227")
 def test_a_table_needs_no_optimizer_of_the_store() -> None:
-    one = bench(mode="async")
-    assert one.is_copied(one.call(pushing()))
+    worker = bench(mode="async")
+    assert worker.is_copied(worker.call(pushing()))
 
 
 def test_the_number_of_a_push_that_was_refused_is_asked_for() -> None:
-    one = bench(servers=1)
-    ticket = one.call(pushing(servers=1))
-    one.server(0, Error(one.seqs(PushTables)[-1], Mismatch.code, "another dim"))
-    assert isinstance(one.error(ticket), Mismatch)
-    one.call(pushing(servers=1))
-    assert len(one.sent(PushTables)) == 1
-    (seq,) = one.seqs(Pull)
-    one.server(0, Pulled(seq, 5, 8, False, (Stand(0, 1, 3, 7),)))
-    assert one.sent(PushTables)[-1].parts[0].number == 7
+    worker = bench(servers=1)
+    ticket = worker.call(pushing(servers=1))
+    worker.server(0, Error(worker.seqs(PushTables)[-1], Mismatch.code, "another dim"))
+    assert isinstance(worker.error(ticket), Mismatch)
+    worker.call(pushing(servers=1))
+    assert len(worker.sent(PushTables)) == 1
+    (seq,) = worker.seqs(Pull)
+    worker.server(0, Pulled(seq, 5, 8, False, (Stand(0, 1, 3, 7),)))
+    assert worker.sent(PushTables)[-1].parts[0].number == 7
 
 
 def test_so_many_pushes_are_under_way_and_no_more() -> None:
-    one = bench(servers=1)
+    worker = bench(servers=1)
     for _ in range(WINDOW):
-        one.call(pushing(servers=1))
-        one.ack(0, *one.seqs(PushTables)[-1:])
-    ticket = one.call(pushing(servers=1))
-    assert len(one.sent(PushTables)) == WINDOW
-    (pull,) = one.sent(Pull)
+        worker.call(pushing(servers=1))
+        worker.ack(0, *worker.seqs(PushTables)[-1:])
+    ticket = worker.call(pushing(servers=1))
+    assert len(worker.sent(PushTables)) == WINDOW
+    (pull,) = worker.sent(Pull)
     assert not pull.values
     assert pull.runs[0].least == 1
-    one.server(0, Pulled(one.seqs(Pull)[0], 5, 8, False, (Stand(0, 1, 1, WINDOW),)))
-    assert len(one.sent(PushTables)) == WINDOW + 1
-    one.ack(0, one.seqs(PushTables)[-1])
-    assert one.is_done(ticket)
+    worker.server(0, Pulled(worker.seqs(Pull)[0], 5, 8, False, (Stand(0, 1, 1, WINDOW),)))
+    assert len(worker.sent(PushTables)) == WINDOW + 1
+    worker.ack(0, worker.seqs(PushTables)[-1])
+    assert worker.is_done(ticket)
 
 
 @pytest.mark.parametrize("is_by_table", [True, False])
 def test_rows_come_in_the_order_of_their_ids_or_by_server(is_by_table: bool) -> None:
-    one = bench()
-    ticket = one.call(pulling(is_by_table=is_by_table))
-    for send in one.sends(PullTables):
+    worker = bench()
+    ticket = worker.call(pulling(is_by_table=is_by_table))
+    for send in worker.sends(PullTables):
         server, seq = server_of(send), send.packet.envelope.seq
         assert server is not None
         mine = torch.from_numpy(IDS[servers_of(IDS, 2) == server]).float()
         rows = torch.stack([mine, -mine], 1)
-        one.server(server, pulled_table(seq, 1, 2, len(mine), 4, 4), rows.view(-1))
-    end = one.finish(ticket)
+        worker.server(server, pulled_table(seq, 1, 2, len(mine), 4, 4), rows.view(-1))
+    end = worker.finish(ticket)
     assert end is not None
     assert isinstance(end.value, list)
     order = IDS if is_by_table else [*IDS[servers_of(IDS, 2) == 0], *IDS[servers_of(IDS, 2) == 1]]
     assert end.value[0].tolist() == [[float(row), -float(row)] for row in order]
-    key = one.core.stores["kv"].keys[KEY]
+    key = worker.core.stores["kv"].keys[KEY]
     assert (key.applied, key.version) == (4, 4)
 
 
 def test_pulls_are_asked_of_every_server_also_for_nothing() -> None:
-    one = bench(mode="async")
-    ticket = one.call(pulling(IDS[:0]))
+    worker = bench(mode="async")
+    ticket = worker.call(pulling(IDS[:0]))
     for server in range(2):
-        (seq,) = one.seqs(PullTables, server)
-        one.server(server, pulled_table(seq, 1, 2, 0, 9, 3 + server))
-    assert one.is_done(ticket)
-    key = one.core.stores["kv"].keys[KEY]
+        (seq,) = worker.seqs(PullTables, server)
+        worker.server(server, pulled_table(seq, 1, 2, 0, 9, 3 + server))
+    assert worker.is_done(ticket)
+    key = worker.core.stores["kv"].keys[KEY]
     assert (key.applied, key.version) == (3, 9)
 
 
 @pytest.mark.parametrize(("size", "dim"), [(7, 2), (8, 3)])
 def test_an_answer_that_is_none_to_the_question_is_not_believed(size: int, dim: int) -> None:
-    one = bench(servers=1)
-    one.call(pulling(servers=1))
-    message = pulled_table(one.seqs(PullTables)[0], 1, dim, size, 4, 4)
+    worker = bench(servers=1)
+    worker.call(pulling(servers=1))
+    message = pulled_table(worker.seqs(PullTables)[0], 1, dim, size, 4, 4)
     with pytest.raises(
         ProtocolError, match=r"asked for were \(8,\) of \(TableGroup\(dtype=1, dim=2, parts=1\),\)"
     ):
-        one.server(0, message, torch.zeros(size * dim))
+        worker.server(0, message, torch.zeros(size * dim))
 
 
 @pytest.mark.spec("R196")
 def test_a_rate_is_set_when_all_pushes_so_far_are_applied() -> None:
-    one = bench(servers=1)
-    one.call(pushing(servers=1))
-    one.ack(0, *one.seqs(PushTables))
-    ticket = one.call(calls.SetTableRate("kv", KEY, 0.5))
-    assert one.sent(TableRate) == []
-    (pull,) = one.sent(Pull)
+    worker = bench(servers=1)
+    worker.call(pushing(servers=1))
+    worker.ack(0, *worker.seqs(PushTables))
+    ticket = worker.call(calls.SetTableRate("kv", KEY, 0.5))
+    assert worker.sent(TableRate) == []
+    (pull,) = worker.sent(Pull)
     assert pull.runs[0].after == 1
-    one.server(0, Pulled(one.seqs(Pull)[0], 5, 8, False, (Stand(0, 1, 1, 1),)))
-    assert one.sent(TableRate) == [TableRate(5, 0.5)]
-    one.server(0, Done(one.seqs(TableRate)[0]))
-    assert one.is_done(ticket)
+    worker.server(0, Pulled(worker.seqs(Pull)[0], 5, 8, False, (Stand(0, 1, 1, 1),)))
+    assert worker.sent(TableRate) == [TableRate(5, 0.5)]
+    worker.server(0, Done(worker.seqs(TableRate)[0]))
+    assert worker.is_done(ticket)
 
 
 def test_a_block_has_what_the_server_says() -> None:
-    one = bench()
-    ticket = one.call(calls.ExportBlock("kv", KEY, 1, 2, 10, 100, 3, True))
-    (message,) = one.sent(Export, 1)
+    worker = bench()
+    ticket = worker.call(calls.ExportBlock("kv", KEY, 1, 2, 10, 100, 3, True))
+    (message,) = worker.sent(Export, 1)
     assert message == Export(6, 10, 100, 3, True)
     fields = (Field("weight", 1, 4), Field("sum", 1, 4))
     long = [torch.tensor([1, 2]), torch.tensor([5, 6])]
     rows = [torch.arange(4.0), -torch.arange(4.0)]
-    one.server(1, Exported(one.seqs(Export)[0], 12, 2, fields), *long, *rows)
-    end = one.finish(ticket)
+    worker.server(1, Exported(worker.seqs(Export)[0], 12, 2, fields), *long, *rows)
+    end = worker.finish(ticket)
     assert end is not None
     block = end.value
     assert isinstance(block, ExportBatch)
     assert (block.ids.tolist(), block.stamps.tolist(), block.next) == ([1, 2], [5, 6], 12)
     assert block.columns["sum"].tolist() == [[0.0, -1.0], [-2.0, -3.0]]
-    ticket = one.call(calls.ExportBlock("kv", KEY, 0, 2, 0, 100, 0, False))
-    one.server(0, Exported(one.seqs(Export, 0)[0], 0, 0, (Field("weight", 1, 0),)))
-    end = one.finish(ticket)
+    ticket = worker.call(calls.ExportBlock("kv", KEY, 0, 2, 0, 100, 0, False))
+    worker.server(0, Exported(worker.seqs(Export, 0)[0], 0, 0, (Field("weight", 1, 0),)))
+    end = worker.finish(ticket)
     assert end is not None
     assert isinstance(end.value, ExportBatch)
     assert (end.value.ids.tolist(), end.value.columns["weight"].shape) == ([], (0, 2))
 
 
 def test_a_table_that_is_unknown_is_asked_for_by_its_name() -> None:
-    one = Bench()
-    one.open()
-    ticket = one.call(pulling())
-    error = one.error(ticket)
+    worker = Bench()
+    worker.open()
+    ticket = worker.call(pulling())
+    error = worker.error(ticket)
     assert isinstance(error, KeyNotFound)
     assert "no table 't'" in str(error)
     assert "embedding('t', ...)" in str(error)
-    ticket = one.call(calls.Lookup("kv", (KEY,)))
-    (send,) = one.sends(Find)
+    ticket = worker.call(calls.Lookup("kv", (KEY,)))
+    (send,) = worker.sends(Find)
     server = server_of(send)
     assert server is not None
-    one.server(server, FoundAll(send.packet.envelope.seq, (Found(0, ()),)))
-    assert one.is_done(ticket)
+    worker.server(server, FoundAll(send.packet.envelope.seq, (Found(0, ()),)))
+    assert worker.is_done(ticket)
 
 
 def test_a_push_that_no_frame_holds_is_refused() -> None:
@@ -276,50 +276,50 @@ def test_blocks_have_all_ids_and_tables_in_order(
 
 
 def test_tables_of_one_call_are_one_message_to_each_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = bench(servers=1)
+    worker = bench(servers=1)
     for at, name in enumerate(NAMES[1:], 1):
-        one.call(calls.MakeTable("kv", name, RECIPE, 0))
-        one.server(0, Declared(one.seqs(Embed)[-1], (Place(False, (Piece(5 + at, 0, 1),)),)))
+        worker.call(calls.MakeTable("kv", name, RECIPE, 0))
+        worker.server(0, Declared(worker.seqs(Embed)[-1], (Place(False, (Piece(5 + at, 0, 1),)),)))
     share = several((1, 0, 2, 0, 1))
     rows = (torch.arange(2.0).view(1, 2), torch.arange(2.0).double().view(2, 1), torch.ones(1, 3).double())
     backwards = (rows[0], rows[1].flip(0), rows[2])
     push = calls.PushTableRows("kv", NAMES, True, KINDS, (share,), rows)
-    assert one.is_copied(one.call(push))
-    (send,) = one.sends(PushTables)
+    assert worker.is_copied(worker.call(push))
+    (send,) = worker.sends(PushTables)
     parts = tuple(TablePart(5 + at, 0, size) for at, size in enumerate((1, 0, 2, 0, 1)))
     groups = (TableGroup(1, 2, 2), TableGroup(2, 1, 1), TableGroup(2, 3, 2))
     assert send.packet.message == PushTables((0,), groups, parts)
     assert [len(frame) for frame in send.packet.payload] == [8 * 4, 4 * 2, 8 * 2, 8 * 3]
-    one.ack(0, *one.seqs(PushTables))
-    ticket = one.call(calls.PullTableRows("kv", NAMES, KINDS, (share,)))
-    (ask,) = one.sends(PullTables)
+    worker.ack(0, *worker.seqs(PushTables))
+    ticket = worker.call(calls.PullTableRows("kv", NAMES, KINDS, (share,)))
+    (ask,) = worker.sends(PullTables)
     assert ask.packet.message == PullTables(tuple(part._replace(number=1) for part in parts))
     stands = tuple(TableStand(at + 1, at + 1) for at in range(5))
-    answer = PulledTables(one.seqs(PullTables)[0], groups, (1, 2, 1), stands)
-    one.server(0, answer, *[some.view(-1) for some in backwards])
-    end = one.finish(ticket)
+    answer = PulledTables(worker.seqs(PullTables)[0], groups, (1, 2, 1), stands)
+    worker.server(0, answer, *[some.view(-1) for some in backwards])
+    end = worker.finish(ticket)
     assert end is not None
     assert isinstance(end.value, list)
     assert [some.tolist() for some in end.value] == [[[0.0, 1.0]], [[0.0], [1.0]], [[1.0] * 3]]
-    assert [one.core.stores["kv"].keys[name].applied for name in NAMES] == [1, 2, 3, 4, 5]
+    assert [worker.core.stores["kv"].keys[name].applied for name in NAMES] == [1, 2, 3, 4, 5]
     monkeypatch.setattr(embeddings, "TABLES_MAX", 2)
-    one.call(push)
-    assert [message.parts for message in one.sent(PushTables)[1:]] == [
+    worker.call(push)
+    assert [message.parts for message in worker.sent(PushTables)[1:]] == [
         tuple(part._replace(number=1) for part in parts[at : at + 2]) for at in (0, 2, 4)
     ]
 
 
 def test_a_refused_push_of_several_tables_has_all_their_numbers_asked_for() -> None:
-    one = bench(servers=1)
-    one.call(calls.MakeTable("kv", NAMES[1], RECIPE, 0))
-    one.server(0, Declared(one.seqs(Embed)[-1], (Place(False, (Piece(6, 0, 1),)),)))
+    worker = bench(servers=1)
+    worker.call(calls.MakeTable("kv", NAMES[1], RECIPE, 0))
+    worker.server(0, Declared(worker.seqs(Embed)[-1], (Place(False, (Piece(6, 0, 1),)),)))
     groups = (Group("float32", 2, 0, 2),)
     share = Share(IDS[:2], (0, 1, 2), (IDS[:2],))
     push = calls.PushTableRows("kv", NAMES[:2], True, groups, (share,), (torch.ones(2, 2),))
-    ticket = one.call(push)
-    one.server(0, Error(one.seqs(PushTables)[-1], Mismatch.code, "another dim"))
-    assert isinstance(one.error(ticket), Mismatch)
-    one.call(push)
-    for seq, chunk, owed in zip(one.seqs(Pull), (5, 6), (7, 3), strict=True):
-        one.server(0, Pulled(seq, chunk, 8, False, (Stand(0, 1, 3, owed),)))
-    assert [part.number for part in one.sent(PushTables)[-1].parts] == [7, 3]
+    ticket = worker.call(push)
+    worker.server(0, Error(worker.seqs(PushTables)[-1], Mismatch.code, "another dim"))
+    assert isinstance(worker.error(ticket), Mismatch)
+    worker.call(push)
+    for seq, chunk, owed in zip(worker.seqs(Pull), (5, 6), (7, 3), strict=True):
+        worker.server(0, Pulled(seq, chunk, 8, False, (Stand(0, 1, 3, owed),)))
+    assert [part.number for part in worker.sent(PushTables)[-1].parts] == [7, 3]

@@ -24,16 +24,16 @@ TABLE = Spec("float32", (8, 2))
 
 def new_store(mode: str = "sync") -> WorkerStore:
     """``t`` has rows 0 to 2 on server 0, in two chunks, and 3 to 7 on server 1; ``v`` is none of rows."""
-    one = WorkerStore(opened(mode=mode), 0, 2, 240.0)
+    store = WorkerStore(opened(mode=mode), 0, 2, 240.0)
     pieces = [PieceLocation(0, 2, 10, 4, 0), PieceLocation(0, 4, 0, 2, 4), PieceLocation(1, 3, 0, 10, 6)]
-    one.place([("t", TABLE, pieces), ("v", Spec("float32", (4,)), [PieceLocation(1, 5, 0, 4, 0)])])
-    return one
+    store.place([("t", TABLE, pieces), ("v", Spec("float32", (4,)), [PieceLocation(1, 5, 0, 4, 0)])])
+    return store
 
 
-def refreshing_of(one: WorkerStore, *keys: str, since: int | None = 3, sink: bool = True) -> Any:
-    marks = [None if since is None else CopyVersion(one.keys[key].pieces, since) for key in keys]
-    sinks = [torch.zeros(one.keys[key].spec.shape) if sink else None for key in keys]
-    return calls.Refresh("kv", keys, tuple(sinks), tuple(marks), 7).run(one, [])
+def refreshing_of(store: WorkerStore, *keys: str, since: int | None = 3, sink: bool = True) -> Any:
+    marks = [None if since is None else CopyVersion(store.keys[key].pieces, since) for key in keys]
+    sinks = [torch.zeros(store.keys[key].spec.shape) if sink else None for key in keys]
+    return calls.Refresh("kv", keys, tuple(sinks), tuple(marks), 7).run(store, [])
 
 
 def reply(request: Request, ids: list[int], lowest: int, *, wanted: bool = True, **more: Any) -> Packet:
@@ -55,9 +55,9 @@ def whole(requests: list[Request], version: int) -> list[Packet]:
     for request in requests:
         assert isinstance(request.message, Pull)
         runs = request.message.runs
-        stands = tuple(Stand(one.start, one.size, version, 0) for one in runs)
+        stands = tuple(Stand(run.start, run.size, version, 0) for run in runs)
         answer = Pulled(1, request.message.chunk, 1, True, stands)
-        values = torch.full((sum(one.size for one in runs),), float(request.server))
+        values = torch.full((sum(run.size for run in runs),), float(request.server))
         packet = Packet(ENVELOPE, answer, (to_frame(values),))
         request.on_reply(packet, True)
         packets.append(packet)
@@ -80,17 +80,17 @@ def named(fresh: Fresh) -> dict[int, float]:
 
 @pytest.mark.spec("R178")
 def test_each_server_is_asked_what_changed() -> None:
-    one = new_store()
-    one.keys["t"].number = 4
-    steps = refreshing_of(one, "t")
+    store = new_store()
+    store.keys["t"].number = 4
+    steps = refreshing_of(store, "t")
     first, second = next(steps)
     assert first.message == second.message == PullChanged("kv", "t", 4, 0, 3)
     assert [(each.server, each.lane, each.priority) for each in (first, second)] == [(0, 2, 7), (1, 3, 7)]
     (fresh,) = end(steps, [reply(first, [0, 2], 4), reply(second, [7], 4)])
     assert named(fresh) == {0: 400.0, 2: 402.0, 7: 407.0}
     assert fresh.mark is not None
-    assert fresh.mark.pieces is one.keys["t"].pieces
-    assert (fresh.mark.version, fresh.whole, one.keys["t"].applied) == (4, None, 4)
+    assert fresh.mark.pieces is store.keys["t"].pieces
+    assert (fresh.mark.version, fresh.whole, store.keys["t"].applied) == (4, None, 4)
 
 
 @pytest.mark.parametrize("sink", [True, False])
@@ -105,10 +105,10 @@ def test_a_copy_of_which_nothing_is_known_is_read_whole(sink: bool) -> None:
 
 def test_a_mark_of_other_pieces_says_nothing() -> None:
     """A key that was replaced, or is there again after a return, begins to count anew."""
-    one = new_store()
-    mark = CopyVersion((*one.keys["t"].pieces,), 3)
+    store = new_store()
+    mark = CopyVersion((*store.keys["t"].pieces,), 3)
     sinks = (torch.zeros(8, 2),)
-    steps = calls.Refresh("kv", ("t",), sinks, (mark,), 7).run(one, [])
+    steps = calls.Refresh("kv", ("t",), sinks, (mark,), 7).run(store, [])
     assert {type(request.message) for request in next(steps)} == {Pull}
 
 
@@ -128,16 +128,16 @@ def test_where_one_server_does_not_know_the_key_is_read_whole() -> None:
 
 @pytest.mark.spec("R179")
 def test_lagging_servers_are_asked_again_since_the_same_version() -> None:
-    one = new_store()
-    steps = refreshing_of(one, "t")
+    store = new_store()
+    steps = refreshing_of(store, "t")
     first, second = next(steps)
     (again,) = steps.send([reply(first, [0], 4), reply(second, [7], 5)])
     assert again.message == PullChanged("kv", "t", 0, 5, 3)
     (fresh,) = end(steps, [reply(again, [0, 1], 5)])
     assert named(fresh) == {0: 500.0, 1: 501.0, 7: 507.0}
-    assert fresh.mark == CopyVersion(one.keys["t"].pieces, 5)
+    assert fresh.mark == CopyVersion(store.keys["t"].pieces, 5)
 
-    steps = refreshing_of(one, "t")
+    steps = refreshing_of(store, "t")
     first, second = next(steps)
     (again,) = steps.send([reply(first, [0], 4), reply(second, [7], 5)])
     asked = steps.send([reply(again, [], 5, known=False)])
@@ -146,19 +146,19 @@ def test_lagging_servers_are_asked_again_since_the_same_version() -> None:
 
 
 def test_parts_of_several_versions_leave_no_mark() -> None:
-    one = new_store("async")
-    steps = refreshing_of(one, "t")
+    store = new_store("async")
+    steps = refreshing_of(store, "t")
     first, second = next(steps)
     assert isinstance(steps.send([reply(first, [0], 3), reply(second, [7], 4)]), LaggingReads)
     (fresh,) = end(steps, [])
     assert named(fresh) == {0: 300.0, 7: 407.0}
     assert fresh.mark is None
-    assert one.keys["t"].version == 4
+    assert store.keys["t"].version == 4
 
 
 def test_whole_parts_of_several_versions_leave_no_mark() -> None:
-    one = new_store("async")
-    steps = refreshing_of(one, "t", since=None)
+    store = new_store("async")
+    steps = refreshing_of(store, "t", since=None)
     requests = sorted(next(steps), key=lambda each: each.server)
     packets = whole(requests[:-1], 3) + whole(requests[-1:], 4)
     assert isinstance(steps.send(packets), LaggingReads)

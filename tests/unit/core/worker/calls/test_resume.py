@@ -16,14 +16,14 @@ SILENT = HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)
 
 
 def replay(
-    one: Bench, *known: HistoryIs, owed: tuple[int, int] = (4, 4), replaced: bool = True, **more: int
+    worker: Bench, *known: HistoryIs, owed: tuple[int, int] = (4, 4), replaced: bool = True, **more: int
 ) -> calls.Place:
     """Take a place that owes these pushes on the two servers."""
-    ticket = one.call(calls.TakePlace("kv", ("w",)))
+    ticket = worker.call(calls.TakePlace("kv", ("w",)))
     for server in (0, 1):
-        stood(one, one.seqs(Pull, server)[0], server, 4, owed=owed[server])
-    resumed(one, *known, replaced=replaced, **more)
-    finish = one.finish(ticket)
+        stood(worker, worker.seqs(Pull, server)[0], server, 4, owed=owed[server])
+    resumed(worker, *known, replaced=replaced, **more)
+    finish = worker.finish(ticket)
     assert finish is not None
     assert isinstance(finish.value, calls.Place)
     return finish.value
@@ -31,174 +31,176 @@ def replay(
 
 @pytest.mark.spec("R394")
 def test_calls_pass_until_the_end_of_a_replay() -> None:
-    one = ready(1)
-    place = replay(one, *[HistoryIs(0, 1, 0, 2, 3, 0.5, 0, False)] * 2, owed=(4, 6))
+    worker = ready(1)
+    place = replay(worker, *[HistoryIs(0, 1, 0, 2, 3, 0.5, 0, False)] * 2, owed=(4, 6))
     assert place == calls.Place(4, 6, is_replacement=True, rate=0.5)
     for call in (
         calls.StandAtBarrier("kv", None),
         calls.SetRate("kv", 0.25),
         calls.SetOptimizer("kv", resolve("test", {})),
     ):
-        assert one.is_done(one.call(call))
-    assert not one.sent(Barrier) + one.sent(Rate) + one.sent(Optimize)
-    assert one.is_done(one.call(calls.EndReplay("kv")))
-    one.call(calls.StandAtBarrier("kv", None))
-    assert one.sent(Barrier) == [Barrier("kv", "", 0, True, 4, resumed=True)]
-    one.call(calls.SetRate("kv", 0.25))
-    assert one.sent(Rate)[-1].resumed
+        assert worker.is_done(worker.call(call))
+    assert not worker.sent(Barrier) + worker.sent(Rate) + worker.sent(Optimize)
+    assert worker.is_done(worker.call(calls.EndReplay("kv")))
+    worker.call(calls.StandAtBarrier("kv", None))
+    assert worker.sent(Barrier) == [Barrier("kv", "", 0, True, 4, resumed=True)]
+    worker.call(calls.SetRate("kv", 0.25))
+    assert worker.sent(Rate)[-1].resumed
 
 
 @pytest.mark.spec("R450")
 def test_beats_say_how_many_steps_were_passed_over() -> None:
-    one = ready(1)
-    replay(one, SILENT, SILENT)
+    worker = ready(1)
+    replay(worker, SILENT, SILENT)
     said = []
     for call in (calls.PassOver("kv"), calls.PassOver("kv"), calls.EndReplay("kv")):
-        assert one.is_done(one.call(call))
-        one.wait(1.0)
-        said.append(one.sent(Beat)[-1].replayed)
+        assert worker.is_done(worker.call(call))
+        worker.wait(1.0)
+        said.append(worker.sent(Beat)[-1].replayed)
     assert said == [1, 2, 0]
 
 
 @pytest.mark.spec("R394")
 def test_without_rounds_its_barriers_are_counted() -> None:
-    one = ready(1, mode="async")
-    replay(one, SILENT, SILENT, **{"": 5})
+    worker = ready(1, mode="async")
+    replay(worker, SILENT, SILENT, **{"": 5})
     for _ in range(3):
-        assert one.is_done(one.call(calls.StandAtBarrier("kv", None)))
-    one.call(calls.EndReplay("kv"))
-    one.call(calls.StandAtBarrier("kv", None))
-    assert one.sent(Barrier) == [Barrier("kv", "", 3, False, 0)]
+        assert worker.is_done(worker.call(calls.StandAtBarrier("kv", None)))
+    worker.call(calls.EndReplay("kv"))
+    worker.call(calls.StandAtBarrier("kv", None))
+    assert worker.sent(Barrier) == [Barrier("kv", "", 3, False, 0)]
 
 
 @pytest.mark.spec("R393")
 def test_replacement_that_owes_its_first_push_makes_all_calls_itself() -> None:
-    one = ready()
-    one.core.stores["kv"].barriers = {"": 1}
+    worker = ready()
+    worker.core.stores["kv"].barriers = {"": 1}
     optimizer = calls.SetOptimizer("kv", resolve("test", {}))
-    one.call(optimizer)
+    worker.call(optimizer)
     for server in (0, 1):
-        one.server(server, Done(one.seqs(Optimize, server)[-1]))
-    place = replay(one, *[HistoryIs(0, 2, 0, 1, 0, 0.5, 0, False)] * 2, owed=(0, 1))
-    assert one.sent(Resume) == [Resume("kv", None)]
+        worker.server(server, Done(worker.seqs(Optimize, server)[-1]))
+    place = replay(worker, *[HistoryIs(0, 2, 0, 1, 0, 0.5, 0, False)] * 2, owed=(0, 1))
+    assert worker.sent(Resume) == [Resume("kv", None)]
     assert place == calls.Place(0, 1, is_replacement=True)
-    one.call(optimizer)
-    assert one.sent(Optimize)[-1].call == 2, "the second of this process is that of all others"
-    one.call(calls.StandAtBarrier("kv", None))
-    assert one.sent(Barrier) == [Barrier("kv", "", 1, True, 0)]
+    worker.call(optimizer)
+    assert worker.sent(Optimize)[-1].call == 2, "the second of this process is that of all others"
+    worker.call(calls.StandAtBarrier("kv", None))
+    assert worker.sent(Barrier) == [Barrier("kv", "", 1, True, 0)]
 
 
 @pytest.mark.spec("R395")
 def test_a_checkpoint_that_a_predecessor_asked_for_is_not_asked_for_again() -> None:
-    one = ready(1)
-    replay(one, SILENT, SILENT)
-    one.call(calls.EndReplay("kv"))
-    ticket = one.call(calls.TakeCheckpoint("kv", "best"))
-    one.scheduler(Released(one.seqs(Barrier)[-1]))
-    assert one.sent(Checkpoint) == [Checkpoint("kv", "best", 0)]
-    one.scheduler(Checkpointed(one.seqs(Checkpoint)[-1], 12))
-    assert one.finish(ticket).value == 12  # type: ignore[union-attr]
+    worker = ready(1)
+    replay(worker, SILENT, SILENT)
+    worker.call(calls.EndReplay("kv"))
+    ticket = worker.call(calls.TakeCheckpoint("kv", "best"))
+    worker.scheduler(Released(worker.seqs(Barrier)[-1]))
+    assert worker.sent(Checkpoint) == [Checkpoint("kv", "best", 0)]
+    worker.scheduler(Checkpointed(worker.seqs(Checkpoint)[-1], 12))
+    assert worker.finish(ticket).value == 12  # type: ignore[union-attr]
 
 
 @pytest.mark.spec("R395")
 def test_the_values_of_a_job_that_goes_on_are_not_those_of_a_checkpoint_again() -> None:
-    one = ready()
-    place = replay(one, *[HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False, 7)] * 2)
+    worker = ready()
+    place = replay(worker, *[HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False, 7)] * 2)
     assert place.restored == 7
-    assert one.is_done(one.call(calls.RestoreCheckpoint("kv", "")))
-    assert not one.sent(Revive)
+    assert worker.is_done(worker.call(calls.RestoreCheckpoint("kv", "")))
+    assert not worker.sent(Revive)
 
 
 class TestResume:
     def test_all_is_owed_of_a_key_that_is_not_there(self) -> None:
-        one = ready()
-        ticket = one.call(calls.ResumeKeys("kv", ("w", "new")))
-        (find,) = one.sends(Find)
-        one.server(server_of(find), FoundAll(find.packet.envelope.seq, (Found(0, ()),)))
+        worker = ready()
+        ticket = worker.call(calls.ResumeKeys("kv", ("w", "new")))
+        (find,) = worker.sends(Find)
+        worker.server(server_of(find), FoundAll(find.packet.envelope.seq, (Found(0, ()),)))
         for server in (0, 1):
-            stood(one, one.seqs(Pull, server)[0], server, 3, owed=5)
-        resumed(one, replaced=False)
-        assert one.finish(ticket).value == 0  # type: ignore[union-attr]
+            stood(worker, worker.seqs(Pull, server)[0], server, 3, owed=5)
+        resumed(worker, replaced=False)
+        assert worker.finish(ticket).value == 0  # type: ignore[union-attr]
 
-    def begin(self, one: Bench, *known: HistoryIs, **barriers: int) -> int:
+    def begin(self, worker: Bench, *known: HistoryIs, **barriers: int) -> int:
         """Take another's place, which owes push 4."""
-        ticket = one.call(calls.ResumeKeys("kv", ("w",)))
+        ticket = worker.call(calls.ResumeKeys("kv", ("w",)))
         for server in (0, 1):
-            stood(one, one.seqs(Pull, server)[0], server, 4, owed=4)
-        resumed(one, *known, **barriers)
+            stood(worker, worker.seqs(Pull, server)[0], server, 4, owed=4)
+        resumed(worker, *known, **barriers)
         return ticket
 
     @pytest.mark.spec("R124")
     def test_a_barrier_behind_it_is_found_by_what_was_pushed_before(self) -> None:
-        one = ready(1)
-        one.core.stores["kv"].barriers = {"": 3, "epoch": 9}
-        assert one.is_done(self.begin(one, *[HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)] * 2))
-        one.call(calls.StandAtBarrier("kv", None))
-        assert one.sent(Barrier)[-1] == Barrier("kv", "", 0, True, 4, resumed=True)
-        one.scheduler(Released(one.seqs(Barrier)[-1]))  # its predecessor has that one behind it
-        one.call(calls.StandAtBarrier("kv", None))
-        one.scheduler(Released(one.seqs(Barrier)[-1], 6))
-        one.call(calls.StandAtBarrier("kv", None))
-        assert one.sent(Barrier)[-1] == Barrier("kv", "", 7, True, 4, resumed=False)
+        worker = ready(1)
+        worker.core.stores["kv"].barriers = {"": 3, "epoch": 9}
+        assert worker.is_done(self.begin(worker, *[HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)] * 2))
+        worker.call(calls.StandAtBarrier("kv", None))
+        assert worker.sent(Barrier)[-1] == Barrier("kv", "", 0, True, 4, resumed=True)
+        worker.scheduler(Released(worker.seqs(Barrier)[-1]))  # its predecessor has that one behind it
+        worker.call(calls.StandAtBarrier("kv", None))
+        worker.scheduler(Released(worker.seqs(Barrier)[-1], 6))
+        worker.call(calls.StandAtBarrier("kv", None))
+        assert worker.sent(Barrier)[-1] == Barrier("kv", "", 7, True, 4, resumed=False)
 
     @pytest.mark.spec("R124")
     def test_without_rounds_barriers_go_on_behind_the_last(self) -> None:
-        one = ready(1, mode="async")
+        worker = ready(1, mode="async")
         nothing = HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)
-        self.begin(one, nothing, nothing, **{"": 5, "step 8": 1})
-        assert one.sent(Resume) == [Resume("kv", None)]
-        one.call(calls.StandAtBarrier("kv", None))
-        assert one.sent(Barrier)[-1] == Barrier("kv", "", 5, False, 0)
-        one.call(calls.StandAtBarrier("kv", "step 8"))  # its predecessor may have ended before or behind it
-        assert one.sent(Barrier)[-1] == Barrier("kv", "step 8", 0, False, 0)
-        one.call(calls.StandAtBarrier("kv", "new"))
-        assert one.sent(Barrier)[-1] == Barrier("kv", "new", 0, False, 0)
+        self.begin(worker, nothing, nothing, **{"": 5, "step 8": 1})
+        assert worker.sent(Resume) == [Resume("kv", None)]
+        worker.call(calls.StandAtBarrier("kv", None))
+        assert worker.sent(Barrier)[-1] == Barrier("kv", "", 5, False, 0)
+        worker.call(
+            calls.StandAtBarrier("kv", "step 8")
+        )  # its predecessor may have ended before or behind it
+        assert worker.sent(Barrier)[-1] == Barrier("kv", "step 8", 0, False, 0)
+        worker.call(calls.StandAtBarrier("kv", "new"))
+        assert worker.sent(Barrier)[-1] == Barrier("kv", "new", 0, False, 0)
 
     @pytest.mark.spec("R125")
     def test_rank_0_makes_a_call_with_all_that_some_servers_heard(self) -> None:
-        one = ready()
+        worker = ready()
         old, new = (HistoryIs(0, 1, 0, calls_, calls_, 0.25, 0, False) for calls_ in (3, 4))
-        ticket = self.begin(one, new, old)
-        assert one.sent(Rate) == [Rate("kv", 4, True, 0.25, 4)]
-        assert [server_of(send) for send in one.sends(Rate)] == [1]
-        one.server(1, Done(one.seqs(Rate)[0]))
-        assert one.is_done(ticket)
+        ticket = self.begin(worker, new, old)
+        assert worker.sent(Rate) == [Rate("kv", 4, True, 0.25, 4)]
+        assert [server_of(send) for send in worker.sends(Rate)] == [1]
+        worker.server(1, Done(worker.seqs(Rate)[0]))
+        assert worker.is_done(ticket)
 
     @pytest.mark.spec("R125")
     @pytest.mark.parametrize(("after", "number"), [(4, 2), (3, 3)])
     def test_rank_0_makes_the_same_call_again_or_the_next(self, after: int, number: int) -> None:
-        one = ready()
-        self.begin(one, *[HistoryIs(0, 1, after, 2, after, 0.5, 0, False)] * 2)
-        rate = one.call(calls.SetRate("kv", 0.25))
-        assert one.sent(Rate)[-1] == Rate("kv", number, True, 0.25, 4, resumed=False)
+        worker = ready()
+        self.begin(worker, *[HistoryIs(0, 1, after, 2, after, 0.5, 0, False)] * 2)
+        rate = worker.call(calls.SetRate("kv", 0.25))
+        assert worker.sent(Rate)[-1] == Rate("kv", number, True, 0.25, 4, resumed=False)
         for server in (0, 1):
-            one.server(server, Done(one.seqs(Rate, server)[-1]))
-        assert one.is_done(rate)
-        one.call(calls.SetRate("kv", 0.125))
-        assert one.sent(Rate)[-1] == Rate("kv", number + 1, True, 0.125, 4, resumed=False)
-        one.call(calls.SetOptimizer("kv", resolve("test", {})))
-        assert one.sent(Optimize)[-1].call == 1 + (after < 4)
+            worker.server(server, Done(worker.seqs(Rate, server)[-1]))
+        assert worker.is_done(rate)
+        worker.call(calls.SetRate("kv", 0.125))
+        assert worker.sent(Rate)[-1] == Rate("kv", number + 1, True, 0.125, 4, resumed=False)
+        worker.call(calls.SetOptimizer("kv", resolve("test", {})))
+        assert worker.sent(Optimize)[-1].call == 1 + (after < 4)
 
     @pytest.mark.spec("R125")
     def test_without_rounds_it_is_another_call_that_need_not_agree(self) -> None:
-        one = ready(mode="async")
-        self.begin(one, *[HistoryIs(0, 1, 0, 2, 0, 0.5, 0, False)] * 2)
-        one.call(calls.SetRate("kv", 0.25))
-        assert one.sent(Rate)[-1] == Rate("kv", 3, True, 0.25, 1, resumed=False)
+        worker = ready(mode="async")
+        self.begin(worker, *[HistoryIs(0, 1, 0, 2, 0, 0.5, 0, False)] * 2)
+        worker.call(calls.SetRate("kv", 0.25))
+        assert worker.sent(Rate)[-1] == Rate("kv", 3, True, 0.25, 1, resumed=False)
 
     @pytest.mark.spec("R122", "R123")
     def test_resumed_worker_is_away_if_its_predecessor_was(self) -> None:
-        one = ready(1)
+        worker = ready(1)
         ticket = self.begin(
-            one, HistoryIs(0, 0, 0, 0, 0, 0.0, 2, True), HistoryIs(0, 0, 0, 0, 0, 0.0, 1, True)
+            worker, HistoryIs(0, 0, 0, 0, 0, 0.0, 2, True), HistoryIs(0, 0, 0, 0, 0, 0.0, 1, True)
         )
-        assert one.sent(Join) == [Join("kv", 2, False)], "it may not have been heard of there"
-        assert [server_of(send) for send in one.sends(Join)] == [1]
-        one.server(1, Joined(one.seqs(Join)[0], 0))
-        assert one.sent(Return) == [Return("kv", 2)]
-        assert [server_of(send) for send in one.sends(Return)] == [1]
-        one.server(1, Done(one.seqs(Return)[0]))
-        assert one.is_done(ticket)
-        assert "has joined" in str(one.error(one.call(push({"w": HOT}))))
-        one.call(calls.JoinStore("kv"))
-        assert one.sent(Join)[1:] == [Join("kv", 3, True), Join("kv", 3, False)]
+        assert worker.sent(Join) == [Join("kv", 2, False)], "it may not have been heard of there"
+        assert [server_of(send) for send in worker.sends(Join)] == [1]
+        worker.server(1, Joined(worker.seqs(Join)[0], 0))
+        assert worker.sent(Return) == [Return("kv", 2)]
+        assert [server_of(send) for send in worker.sends(Return)] == [1]
+        worker.server(1, Done(worker.seqs(Return)[0]))
+        assert worker.is_done(ticket)
+        assert "has joined" in str(worker.error(worker.call(push({"w": HOT}))))
+        worker.call(calls.JoinStore("kv"))
+        assert worker.sent(Join)[1:] == [Join("kv", 3, True), Join("kv", 3, False)]

@@ -24,16 +24,16 @@ TABLE = Spec("float32", (8, 2))
 
 def new_store(mode: str = "sync", servers: int = 2) -> WorkerStore:
     """``t`` has rows 0 to 2 on server 0, in two chunks, and 3 to 7 on server 1; ``wide`` no whole ones."""
-    one = WorkerStore(opened(mode=mode), 0, servers, 240.0)
+    store = WorkerStore(opened(mode=mode), 0, servers, 240.0)
     pieces = [PieceLocation(0, 2, 10, 4, 0), PieceLocation(0, 4, 0, 2, 4), PieceLocation(1, 3, 0, 10, 6)]
-    one.place(
+    store.place(
         [
             ("t", TABLE, pieces),
             ("wide", Spec("float32", (2, 6)), [PieceLocation(0, 6, 0, 8, 0), PieceLocation(1, 5, 0, 4, 8)]),
             ("empty", Spec("float32", (0, 3)), []),
         ]
     )
-    return one
+    return store
 
 
 def rows(*ids: int, width: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -43,17 +43,17 @@ def rows(*ids: int, width: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return numbers[order], order, numbers.float()[:, None].expand(-1, width).contiguous()
 
 
-def pushing(one: WorkerStore, ids: tuple[int, ...], key: str = "t", **more: Any) -> Any:
-    values = list(rows(*ids, width=one.keys[key].spec.width))
+def pushing(store: WorkerStore, ids: tuple[int, ...], key: str = "t", **more: Any) -> Any:
+    values = list(rows(*ids, width=store.keys[key].spec.width))
     call = calls.PushKeyRows("kv", (key,), tuple(values), more.pop("priority", 0), True)
-    return call.run(one, values)
+    return call.run(store, values)
 
 
-def pulling(one: WorkerStore, *ids: int, key: str = "t") -> Any:
+def pulling(store: WorkerStore, *ids: int, key: str = "t") -> Any:
     """Pull rows, the last of them to come first."""
     numbers = torch.tensor(ids, dtype=torch.int64)
     places = torch.arange(len(ids)).flip(0)
-    return calls.PullKeyRows("kv", (key,), (numbers,), (places,), 7).run(one, [])
+    return calls.PullKeyRows("kv", (key,), (numbers,), (places,), 7).run(store, [])
 
 
 def sent(request: Request) -> tuple[list[int], list[float]]:
@@ -61,7 +61,7 @@ def sent(request: Request) -> tuple[list[int], list[float]]:
     message = request.message
     assert isinstance(message, PushRows)
     request.freeze()
-    assert tuple(one.nbytes for one in request.payload) == message.payload_sizes()
+    assert tuple(frame.nbytes for frame in request.payload) == message.payload_sizes()
     if not message.count:
         return [], []
     ids, *parts = request.payload
@@ -93,42 +93,42 @@ def end(steps: Any, answers: list[Packet]) -> Any:
 
 @pytest.mark.spec("R172")
 def test_each_server_gets_its_rows_in_order_and_its_push_also_if_it_has_none() -> None:
-    one = new_store()
-    (first, second) = next(pushing(one, (2, 7, 0), priority=3))
+    store = new_store()
+    (first, second) = next(pushing(store, (2, 7, 0), priority=3))
     assert first.message == PushRows("kv", "t", 1, (0,), 0, 2, 2)
     assert second.message == PushRows("kv", "t", 1, (0,), 0, 2, 1)
     assert [(each.server, each.lane, each.priority) for each in (first, second)] == [(0, 2, 3), (1, 3, 3)]
     assert sent(first) == ([0, 2], [0.0, 2.0])
     assert sent(second) == ([7], [7.0])
-    (first, second) = next(pushing(one, (5,)))
+    (first, second) = next(pushing(store, (5,)))
     assert (first.message.count, first.message.number) == (0, 1)
     assert sent(first) == ([], [])
     assert first.payload_bytes > 0, "it changes what a server has, and is never dropped"
-    assert one.keys["t"].number == 2
+    assert store.keys["t"].number == 2
 
 
 def test_more_rows_than_a_message_holds_are_refused_and_no_number_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvps.protocol.values.IDS_FRAME_BYTES", 16)
-    one = new_store()
+    store = new_store()
     with pytest.raises(ConfigError, match="key 't': 3 rows for one server, and a message holds 2"):
-        next(pushing(one, (3, 4, 5)))
-    assert one.keys["t"].number == 0
+        next(pushing(store, (3, 4, 5)))
+    assert store.keys["t"].number == 0
 
 
 def split_store() -> WorkerStore:
     """A table of 8 rows, of which server 1 has two runs."""
-    one = WorkerStore(opened(), 0, 2, 240.0)
+    store = WorkerStore(opened(), 0, 2, 240.0)
     runs = [(1, 3, 0, 4, 0), (0, 2, 0, 6, 4), (1, 3, 4, 4, 10), (0, 4, 0, 2, 14)]
-    one.place([("t", TABLE, [PieceLocation(*run) for run in runs])])
-    return one
+    store.place([("t", TABLE, [PieceLocation(*run) for run in runs])])
+    return store
 
 
 @pytest.mark.spec("R172")
 def test_a_server_with_several_runs_gets_its_rows_in_one_push() -> None:
-    one = split_store()
-    (first, second) = next(pushing(one, (7, 2, 0, 5, 3, 6)))
+    store = split_store()
+    (first, second) = next(pushing(store, (7, 2, 0, 5, 3, 6)))
     assert [(each.server, each.lane) for each in (first, second)] == [(1, 3), (0, 2)]
     assert sent(first) == ([0, 5, 6], [0.0, 5.0, 6.0])
     assert sent(second) == ([2, 3, 7], [2.0, 3.0, 7.0])
@@ -136,8 +136,8 @@ def test_a_server_with_several_runs_gets_its_rows_in_one_push() -> None:
 
 @pytest.mark.spec("R175")
 def test_rows_of_several_runs_of_a_server_are_pulled_at_once() -> None:
-    one = split_store()
-    steps = pulling(one, 1, 3, 5, 7)
+    store = split_store()
+    steps = pulling(store, 1, 3, 5, 7)
     (first, second) = next(steps)
     assert [(each.server, each.payload[0].tolist()) for each in (first, second)] == [(1, [1, 5]), (0, [3, 7])]
     (found,) = end(steps, [reply(first, 0), reply(second, 0)])
@@ -146,36 +146,36 @@ def test_rows_of_several_runs_of_a_server_are_pulled_at_once() -> None:
 
 @pytest.mark.spec("R171")
 def test_a_key_that_does_not_lie_by_rows_is_pushed_as_a_whole() -> None:
-    one = new_store()
-    (first, second) = sorted(next(pushing(one, (1,), "wide")), key=lambda each: each.server)
+    store = new_store()
+    (first, second) = sorted(next(pushing(store, (1,), "wide")), key=lambda each: each.server)
     for request, chunk, values in ((first, 6, [0.0] * 6 + [1.0] * 2), (second, 5, [1.0] * 4)):
         assert isinstance(request.message, Push)
         assert (request.message.chunk, request.message.runs[0].number) == (chunk, 0)
         request.freeze()
         assert torch.cat(list(request.payload)).tolist() == values
-    steps = pushing(one, (), "empty")
+    steps = pushing(store, (), "empty")
     assert next(steps) == []
     assert end(steps, []) is None
 
 
 def test_a_full_window_is_waited_for_and_a_refusal_frees_the_number() -> None:
-    one = new_store()
-    one.keys["t"].number = WINDOW
-    steps = pushing(one, (1,))
+    store = new_store()
+    store.keys["t"].number = WINDOW
+    steps = pushing(store, (1,))
     asked = next(steps)
     assert {type(request.message) for request in asked} == {Pull}
     with pytest.raises(ProtocolError):
         steps.throw(ProtocolError("no"))
-    assert one.keys["t"].is_refused
+    assert store.keys["t"].is_refused
 
 
 def test_refused_push_of_rows_frees_the_number() -> None:
-    one = new_store()
-    steps = pushing(one, (1,))
+    store = new_store()
+    steps = pushing(store, (1,))
     assert next(steps)
     with pytest.raises(ProtocolError):
         steps.throw(ProtocolError("no"))
-    assert one.keys["t"].is_refused
+    assert store.keys["t"].is_refused
 
 
 @pytest.mark.spec("R227")
@@ -241,16 +241,16 @@ def test_rows_go_to_the_servers_and_not_to_neighbours() -> None:
 
 @pytest.mark.spec("R175")
 def test_only_those_who_have_rows_are_asked() -> None:
-    one = new_store()
-    one.keys["t"].number = 4
-    steps = pulling(one, 3, 7)
+    store = new_store()
+    store.keys["t"].number = 4
+    steps = pulling(store, 3, 7)
     (request,) = next(steps)
     assert request.message == PullRows("kv", "t", 4, 0, 2)
     assert (request.server, request.priority, request.lane) == (1, 7, 3)
     (found,) = end(steps, [reply(request, 4)])
     assert found.tolist() == [[407.0, 407.0], [403.0, 403.0]]
-    assert one.keys["t"].applied == 0, "of the other server nothing is known"
-    steps = pulling(one)
+    assert store.keys["t"].applied == 0, "of the other server nothing is known"
+    steps = pulling(store)
     assert next(steps) == []
     assert end(steps, [])[0].shape == (0, 2)
 
@@ -283,9 +283,9 @@ def test_rows_of_a_key_that_does_not_lie_by_rows_are_taken_from_the_whole() -> N
 
 
 def test_a_dropped_update_is_told_by_the_next_read_if_nobody_waits_for_this() -> None:
-    one = new_store()
+    store = new_store()
     for wanted in (False, True):
-        steps = pulling(one, 0, 7)
+        steps = pulling(store, 0, 7)
         requests = next(steps)
         packets = []
         for request in requests:

@@ -33,49 +33,53 @@ def bench(rank: int = 0, machines: tuple[int, ...] = (2, 2, 2), knows: bool = Tr
 
     With three of them, worker 1 leads key a, worker 2 key b and worker 0 key c.
     """
-    one = Bench(len(machines), 1, rank, machines=machines)
+    worker = Bench(len(machines), 1, rank, machines=machines)
     for other in range(len(machines)):
         if knows and other != rank and machines[other] == machines[rank]:
-            one.leader(other, WELCOME)
-            one.neighbour(other, HELLO)
-    one.open(**({"bundles": True} | more))
-    one.init({name: torch.zeros(4) for name in KEYS})
-    one.effects.clear()
-    return one
+            worker.leader(other, WELCOME)
+            worker.neighbour(other, HELLO)
+    worker.open(**({"bundles": True} | more))
+    worker.init({name: torch.zeros(4) for name in KEYS})
+    worker.effects.clear()
+    return worker
 
 
 def said(effects: list[Effect], to: object = None) -> list[Message]:
     """What was sent (to one)."""
-    return [one.packet.message for one in effects if isinstance(one, Send) and to in (None, one.to)]
+    return [
+        effect.packet.message for effect in effects if isinstance(effect, Send) and to in (None, effect.to)
+    ]
 
 
-def pushes(one: Bench, to: str = "server 0") -> list[Push]:
-    return [message for message in said(one.effects, to) if isinstance(message, Push)]
+def pushes(worker: Bench, to: str = "server 0") -> list[Push]:
+    return [message for message in said(worker.effects, to) if isinstance(message, Push)]
 
 
-def seq_of(one: Bench, cls: type[Message], to: str = "server 0") -> int:
+def seq_of(worker: Bench, cls: type[Message], to: str = "server 0") -> int:
     """The number of the last that was sent."""
     sends = [
         send
-        for send in one.effects
+        for send in worker.effects
         if isinstance(send, Send) and send.to == to and isinstance(send.packet.message, cls)
     ]
     return sends[-1].packet.envelope.seq
 
 
-def pulled(one: Bench, cls: type[Message] = Push, value: float = 7.0, version: int = 1) -> list[Effect]:
+def pulled(worker: Bench, cls: type[Message] = Push, value: float = 7.0, version: int = 1) -> list[Effect]:
     """Let the server answer what it was asked last."""
     stands = (Stand(0, 4, version, 0),)
-    answer = Pulled(seq_of(one, cls), 3, FLOAT, True, stands)
-    return one.server(0, answer, torch.full((4,), value))
+    answer = Pulled(seq_of(worker, cls), 3, FLOAT, True, stands)
+    return worker.server(0, answer, torch.full((4,), value))
 
 
 def answers(effects: list[Effect], rank: int) -> list[tuple[int, list[float]]]:
     """The values that a neighbour gets, by the number of its request."""
     return [
-        (one.packet.message.seq, values_of(one))
-        for one in effects
-        if isinstance(one, Send) and one.to == b"from %d" % rank and isinstance(one.packet.message, Pulled)
+        (effect.packet.message.seq, values_of(effect))
+        for effect in effects
+        if isinstance(effect, Send)
+        and effect.to == b"from %d" % rank
+        and isinstance(effect.packet.message, Pulled)
     ]
 
 
@@ -85,9 +89,9 @@ def answers(effects: list[Effect], rank: int) -> list[tuple[int, list[float]]]:
 class TestMeeting:
     @pytest.mark.spec("R95", "R248")
     def test_where_there_are_keys_nobody_else_can_foresee_the_name(self) -> None:
-        one = Bench(2, 1, 1, machines=(2, 2), keys=("s" * 40, "a" * 40, "b" * 40))
-        assert [it for it in one.effects if isinstance(it, Listen)] == [Listen(near_door("b" * 40))]
-        assert [it for it in one.effects if isinstance(it, Connect)][2:] == [
+        worker = Bench(2, 1, 1, machines=(2, 2), keys=("s" * 40, "a" * 40, "b" * 40))
+        assert [it for it in worker.effects if isinstance(it, Listen)] == [Listen(near_door("b" * 40))]
+        assert [it for it in worker.effects if isinstance(it, Connect)][2:] == [
             Connect("worker 0", near_door("a" * 40), is_near=True)
         ]
 
@@ -97,17 +101,17 @@ class TestLeader:
     """Of a chunk: the neighbour whose turn it is by the chunk's number, or the next."""
 
     def test_is_not_needed_by_the_last_of_a_machine(self) -> None:
-        one = bench()
-        one.view(*[one.seat(Node(Role.WORKER, rank), "lost") for rank in (1, 2)])
-        one.call(push(dict.fromkeys(KEYS, ONES)))
-        assert len(pushes(one)) == 3
+        worker = bench()
+        worker.view(*[worker.seat(Node(Role.WORKER, rank), "lost") for rank in (1, 2)])
+        worker.call(push(dict.fromkeys(KEYS, ONES)))
+        assert len(pushes(worker)) == 3
 
     def test_is_one_of_the_others_for_who_is_taken_for_lost(self) -> None:
-        one = bench()
-        one.view(one.seat(Node(Role.WORKER, 0), "lost"))
-        one.effects.clear()
-        one.call(push({"c": ONES}))
-        assert len(pushes(one, "worker 1")) == 1
+        worker = bench()
+        worker.view(worker.seat(Node(Role.WORKER, 0), "lost"))
+        worker.effects.clear()
+        worker.call(push({"c": ONES}))
+        assert len(pushes(worker, "worker 1")) == 1
 
 
 # --- what is asked of a leader --------------------------------------------------------------------
@@ -116,45 +120,45 @@ class TestLeader:
 class TestFollower:
     @pytest.mark.spec("R96")
     def test_asks_the_server_itself_when_the_leader_is_lost(self) -> None:
-        one = bench()
+        worker = bench()
         sink = torch.zeros(4)
-        acked = one.call(push({"a": torch.full((4,), 2.0)}, sinks=(sink,), eager=False))
-        one.leader(1, Ack((Receipt(1, 0),)))
-        one.call(push({"a": torch.full((4,), 3.0)}))
-        before = pushes(one, "worker 1")
-        effects = one.view(one.seat(Node(Role.WORKER, 1), "lost"))
+        acked = worker.call(push({"a": torch.full((4,), 2.0)}, sinks=(sink,), eager=False))
+        worker.leader(1, Ack((Receipt(1, 0),)))
+        worker.call(push({"a": torch.full((4,), 3.0)}))
+        before = pushes(worker, "worker 1")
+        effects = worker.view(worker.seat(Node(Role.WORKER, 1), "lost"))
         sends = [it for it in effects if isinstance(it, Send) and it.to == "server 0"]
         assert [it.packet.message for it in sends] == before
         assert [values_of(it)[0] for it in sends] == [2.0, 3.0]
         first = sends[0].packet.envelope.seq
-        one.server(0, Pulled(first, 1, FLOAT, True, (Stand(0, 4, 1, 0),)), torch.full((4,), 9.0))
-        assert one.is_done(acked)
+        worker.server(0, Pulled(first, 1, FLOAT, True, (Stand(0, 4, 1, 0),)), torch.full((4,), 9.0))
+        assert worker.is_done(acked)
         assert sink.tolist() == [9.0] * 4
 
     @pytest.mark.spec("R96")
     def test_does_not_take_an_old_answer_for_a_new_one(self) -> None:
         """A leader that was taken for lost comes back, and answers what it was asked before."""
-        one = bench(machines=(2, 2))
-        ticket = one.call(pull({"a": torch.zeros(4)}, least=1))
-        old = seq_of(one, Pull, "worker 1")
-        one.view(one.seat(Node(Role.WORKER, 1), "lost"))
-        one.view()
+        worker = bench(machines=(2, 2))
+        ticket = worker.call(pull({"a": torch.zeros(4)}, least=1))
+        old = seq_of(worker, Pull, "worker 1")
+        worker.view(worker.seat(Node(Role.WORKER, 1), "lost"))
+        worker.view()
         sink = torch.zeros(4)
-        other = one.call(pull({"c": sink}))
-        one.leader(1, Pulled(old, 1, FLOAT, True, (Stand(0, 4, 1, 0),)), torch.full((4,), 5.0))
-        assert not one.is_done(other)
-        assert not one.is_done(ticket)
-        new = seq_of(one, Pull, "worker 1")
+        other = worker.call(pull({"c": sink}))
+        worker.leader(1, Pulled(old, 1, FLOAT, True, (Stand(0, 4, 1, 0),)), torch.full((4,), 5.0))
+        assert not worker.is_done(other)
+        assert not worker.is_done(ticket)
+        new = seq_of(worker, Pull, "worker 1")
         assert new != old
-        one.leader(1, Pulled(new, 3, FLOAT, True, (Stand(0, 4, 0, 0),)), torch.full((4,), 8.0))
-        assert one.is_done(other)
+        worker.leader(1, Pulled(new, 3, FLOAT, True, (Stand(0, 4, 0, 0),)), torch.full((4,), 8.0))
+        assert worker.is_done(other)
         assert sink.tolist() == [8.0] * 4
 
     @pytest.mark.spec("R95")
     def test_stops_where_a_newer_life_has_its_rank(self) -> None:
-        one = bench()
-        one.call(push({"a": ONES}))
-        effects = one.leader(1, Error(0, Fenced.code, "replaced"))
+        worker = bench()
+        worker.call(push({"a": ONES}))
+        effects = worker.leader(1, Error(0, Fenced.code, "replaced"))
         assert [it.code for it in effects if isinstance(it, Exit)] == [1]
 
 
@@ -163,8 +167,8 @@ class TestFollower:
 
 @pytest.mark.spec("R95")
 class TestRefuses:
-    def refusal(self, one: Bench, rank: int, message: Message, **more: object) -> Error:
-        (error,) = said(one.neighbour(rank, message, **more), b"from %d" % rank)  # type: ignore[arg-type]
+    def refusal(self, worker: Bench, rank: int, message: Message, **more: object) -> Error:
+        (error,) = said(worker.neighbour(rank, message, **more), b"from %d" % rank)  # type: ignore[arg-type]
         assert isinstance(error, Error)
         return error
 
@@ -174,32 +178,32 @@ class TestRefuses:
         ids=["another machine", "another job", "a server"],
     )
     def test_worker_of_another_machine_is_refused(self, more: dict[str, object]) -> None:
-        one = bench(machines=(2, 2, 3))
-        error = self.refusal(one, message=HELLO, **more)  # type: ignore[arg-type]
+        worker = bench(machines=(2, 2, 3))
+        error = self.refusal(worker, message=HELLO, **more)  # type: ignore[arg-type]
         assert error.code == Mismatch.code
         assert "is not a neighbour of worker 0 of job 00010203" in error.text
 
     def test_an_older_life(self) -> None:
-        one = bench()
-        error = self.refusal(one, 1, HELLO, incarnation=21)
+        worker = bench()
+        error = self.refusal(worker, 1, HELLO, incarnation=21)
         assert error.code == Fenced.code
         assert error.text == (
             "worker 1 incarnation 21 was replaced by incarnation 22. This process must stop"
         )
 
     def test_a_new_life_that_has_not_said_hello(self) -> None:
-        one = bench()
-        assert not one.neighbour(1, ASKED, seq=1, incarnation=40), "no view has named it yet"
-        assert not one.neighbour(1, HELLO, incarnation=40)
-        one.view(one.seat(Node(Role.WORKER, 1), incarnation=40))
-        error = self.refusal(one, 1, ASKED, seq=1, incarnation=40)
+        worker = bench()
+        assert not worker.neighbour(1, ASKED, seq=1, incarnation=40), "no view has named it yet"
+        assert not worker.neighbour(1, HELLO, incarnation=40)
+        worker.view(worker.seat(Node(Role.WORKER, 1), incarnation=40))
+        error = self.refusal(worker, 1, ASKED, seq=1, incarnation=40)
         assert (error.seq, error.code) == (1, ProtocolError.code)
         assert "worker 0 expects HELLO first" in error.text
 
     def test_another_protocol(self) -> None:
-        one = bench()
+        worker = bench()
         hello = Hello(9, 1, "2.0", 0, 2, 1, "here", 7)
-        error = self.refusal(one, 1, hello)
+        error = self.refusal(worker, 1, hello)
         assert error.code == ProtocolError.code
         assert "protocol 9.1 (kvps 2.0) cannot talk to 1." in error.text
 
@@ -213,95 +217,95 @@ class TestRefuses:
         ],
     )
     def test_message_for_servers_is_refused(self, message: Message, says: str) -> None:
-        one = bench()
+        worker = bench()
         payload = (ONES,) if isinstance(message, Push) else ()
-        (error,) = said(one.neighbour(1, message, *payload, seq=4))
+        (error,) = said(worker.neighbour(1, message, *payload, seq=4))
         assert isinstance(error, Error)
         assert (error.seq, error.code) == (4, ProtocolError.code)
         assert says in error.text
-        assert said(one.neighbour(1, Probe((4,)))) == [Probed((4,), ())], "it was not taken in"
+        assert said(worker.neighbour(1, Probe((4,)))) == [Probed((4,), ())], "it was not taken in"
 
 
 class TestLeading:
     def test_answers_along_the_newest_connection_of_a_life(self) -> None:
-        one = bench()
-        one.neighbour(1, WANTED, seq=5)
+        worker = bench()
+        worker.neighbour(1, WANTED, seq=5)
         envelope = Envelope(JOB, 1, Role.WORKER, 1, 22, 0)
-        one.take(one.core.on_packet(b"new", Packet(envelope, HELLO), one.now))
-        effects = pulled(one, Pull)
+        worker.take(worker.core.on_packet(b"new", Packet(envelope, HELLO), worker.now))
+        effects = pulled(worker, Pull)
         assert [type(message) for message in said(effects, b"new")] == [Pulled]
 
     @pytest.mark.spec("R96")
     def test_gives_values_to_who_asked_for_them(self) -> None:
         """And tells the others as soon as it is known that they are in."""
-        one = bench()
+        worker = bench()
         sink = torch.zeros(4)
-        ticket = one.call(push({"c": ONES}, sinks=(sink,), eager=False))
-        one.neighbour(1, ASKED_TOO, ONES, seq=5)
-        one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=9)
-        assert pushes(one)[-1].pull
-        effects = one.ack(0, seq_of(one, Push))
+        ticket = worker.call(push({"c": ONES}, sinks=(sink,), eager=False))
+        worker.neighbour(1, ASKED_TOO, ONES, seq=5)
+        worker.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=9)
+        assert pushes(worker)[-1].pull
+        effects = worker.ack(0, seq_of(worker, Push))
         assert said(effects, b"from 1") == [Ack((Receipt(5, 0),))]
         assert said(effects, b"from 2") == [Ack((Receipt(9, 0),))]
-        effects = pulled(one)
+        effects = pulled(worker)
         assert answers(effects, 1) == [(5, [7.0] * 4)]
         assert said(effects, b"from 2") == []
-        assert one.is_done(ticket)
+        assert worker.is_done(ticket)
         assert sink.tolist() == [7.0] * 4
 
     @pytest.mark.spec("R91")
     def test_gives_them_also_if_the_server_did_not_acknowledge_first(self) -> None:
-        one = bench()
-        ticket = one.call(push({"c": ONES}, eager=False))
-        one.neighbour(1, ASKED_TOO, ONES, seq=5)
-        one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=9)
-        effects = pulled(one)
+        worker = bench()
+        ticket = worker.call(push({"c": ONES}, eager=False))
+        worker.neighbour(1, ASKED_TOO, ONES, seq=5)
+        worker.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=9)
+        effects = pulled(worker)
         assert answers(effects, 1) == [(5, [7.0] * 4)]
         assert said(effects, b"from 2") == [Ack((Receipt(9, 0),))]
-        assert one.is_done(ticket)
+        assert worker.is_done(ticket)
 
     @pytest.mark.spec("R155")
     @pytest.mark.parametrize(
         "more", [{"code": CodecSpec(FP16)}, {"held": (3,)}, {"step": StepPart(1, 0, 4, (0,))}]
     )
     def test_takes_in_nothing_that_is_compressed_or_clipped(self, more: dict[str, object]) -> None:
-        one = bench()
+        worker = bench()
         message = Push(3, FLOAT, (1,), 1.0, True, (Run(0, 4, 0),), **more)  # type: ignore[arg-type]
         values = torch.ones(4).half().view(torch.uint8) if "code" in more else ONES
-        (said,) = one.neighbour(1, message, values, seq=5)
+        (said,) = worker.neighbour(1, message, values, seq=5)
         assert isinstance(said, Send)
         answer = said.packet.message
         assert isinstance(answer, Error)
         assert "these go to the server" in answer.text
 
     def test_takes_in_once_what_comes_twice(self) -> None:
-        one = bench()
-        one.neighbour(1, ASKED, ONES, seq=5)
-        one.neighbour(1, ASKED, 50 * ONES, seq=5)
-        one.call(push({"c": ONES}))
-        one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=1)
-        assert values_of(one.sends(Push)[-1]) == [3.0] * 4
+        worker = bench()
+        worker.neighbour(1, ASKED, ONES, seq=5)
+        worker.neighbour(1, ASKED, 50 * ONES, seq=5)
+        worker.call(push({"c": ONES}))
+        worker.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=1)
+        assert values_of(worker.sends(Push)[-1]) == [3.0] * 4
 
     @pytest.mark.spec("R98")
     def test_leaders_own_pull_takes_the_answer_that_is_there(self) -> None:
-        one = bench()
+        worker = bench()
         sink = torch.zeros(4)
-        ticket = one.call(pull({"c": sink}))
-        pulled(one, Pull, 6.0)
-        assert one.is_done(ticket)
-        one.neighbour(1, Pull(3, True, (Ask(0, 4, 0, 0),)), seq=1)
-        pulled(one, Pull, 7.0, version=2)
-        assert one.is_done(one.call(pull({"c": sink})))
+        ticket = worker.call(pull({"c": sink}))
+        pulled(worker, Pull, 6.0)
+        assert worker.is_done(ticket)
+        worker.neighbour(1, Pull(3, True, (Ask(0, 4, 0, 0),)), seq=1)
+        pulled(worker, Pull, 7.0, version=2)
+        assert worker.is_done(worker.call(pull({"c": sink})))
         assert sink.tolist() == [7.0] * 4
-        assert len(one.sent(Pull)) == 2
+        assert len(worker.sent(Pull)) == 2
 
     def test_does_not_write_where_nobody_waits_any_more(self) -> None:
-        one = bench()
+        worker = bench()
         sink = torch.zeros(4)
-        ticket = one.call(pull({"c": sink}), 1.0)
-        one.wait(1.0)
-        assert isinstance(one.error(ticket), Timeout)
-        pulled(one, Pull)
+        ticket = worker.call(pull({"c": sink}), 1.0)
+        worker.wait(1.0)
+        assert isinstance(worker.error(ticket), Timeout)
+        pulled(worker, Pull)
         assert sink.tolist() == [0.0] * 4
 
 
@@ -309,52 +313,52 @@ class TestAway:
     """One that has joined pushes nothing: merged requests go without it, until all are back."""
 
     def test_all_are_back_when_this_worker_is(self) -> None:
-        one = bench()
-        one.neighbour(2, Join("kv", 1, False))
-        one.neighbour(2, Join("other", 1, False))
-        one.neighbour(1, Join("kv", 1, False))
-        one.call(calls.JoinStore("kv"))
-        assert said(one.effects, "worker 1") == [Join("kv", 1, False)] == said(one.effects, "worker 2")
-        assert one.core.table.neighbours._merged._expected == {0}
-        one.server(0, Joined(seq_of(one, Join), 0))
-        assert one.core.table.neighbours._merged._expected == {0, 1}, "of another store"
-        one.neighbour(1, Join("kv", 1, False))
-        assert one.core.table.neighbours._merged._expected == {0, 1}, "it came late"
-        one.neighbour(1, Join("kv", 2, False))
-        assert one.core.table.neighbours._merged._expected == {0}
+        worker = bench()
+        worker.neighbour(2, Join("kv", 1, False))
+        worker.neighbour(2, Join("other", 1, False))
+        worker.neighbour(1, Join("kv", 1, False))
+        worker.call(calls.JoinStore("kv"))
+        assert said(worker.effects, "worker 1") == [Join("kv", 1, False)] == said(worker.effects, "worker 2")
+        assert worker.core.table.neighbours._merged._expected == {0}
+        worker.server(0, Joined(seq_of(worker, Join), 0))
+        assert worker.core.table.neighbours._merged._expected == {0, 1}, "of another store"
+        worker.neighbour(1, Join("kv", 1, False))
+        assert worker.core.table.neighbours._merged._expected == {0, 1}, "it came late"
+        worker.neighbour(1, Join("kv", 2, False))
+        assert worker.core.table.neighbours._merged._expected == {0}
 
 
 class TestRefusal:
     @pytest.mark.spec("R99")
     def test_of_a_bundle_makes_each_push_go_by_itself(self) -> None:
         """Each has its own answer."""
-        one = bench()
-        ticket = one.call(push({"c": ONES}, eager=False))
-        one.neighbour(1, ASKED, 2 * ONES, seq=5)
-        one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), 3 * ONES, seq=9)
-        merged = seq_of(one, Push)
-        effects = one.server(0, Error(merged, ProtocolError.code, "some were counted"))
-        assert [message.ranks for message in pushes(one)[1:]] == [(0,), (1,), (2,)]
-        assert [values_of(send)[0] for send in one.sends(Push)[1:]] == [1.0, 2.0, 3.0]
+        worker = bench()
+        ticket = worker.call(push({"c": ONES}, eager=False))
+        worker.neighbour(1, ASKED, 2 * ONES, seq=5)
+        worker.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), 3 * ONES, seq=9)
+        merged = seq_of(worker, Push)
+        effects = worker.server(0, Error(merged, ProtocolError.code, "some were counted"))
+        assert [message.ranks for message in pushes(worker)[1:]] == [(0,), (1,), (2,)]
+        assert [values_of(send)[0] for send in worker.sends(Push)[1:]] == [1.0, 2.0, 3.0]
         assert said(effects, b"from 1") == said(effects, b"from 2") == []
-        assert one.notes() == [
+        assert worker.notes() == [
             "debug: a merged push was refused, and its pushes are sent separately: some were counted"
         ]
-        own, first, second = one.seqs(Push, 0)[1:]
-        effects = one.server(0, Error(first, ConfigError.code, "no optimizer"))
+        own, first, second = worker.seqs(Push, 0)[1:]
+        effects = worker.server(0, Error(first, ConfigError.code, "no optimizer"))
         assert said(effects, b"from 1") == [Error(5, ConfigError.code, "no optimizer")]
-        assert said(one.ack(0, second), b"from 2") == [Ack((Receipt(9, 0),))]
-        one.ack(0, own)
-        assert one.is_done(ticket)
+        assert said(worker.ack(0, second), b"from 2") == [Ack((Receipt(9, 0),))]
+        worker.ack(0, own)
+        assert worker.is_done(ticket)
 
     def test_of_a_pull_is_told_to_all(self) -> None:
-        one = bench()
-        ticket = one.call(pull({"c": ONES.clone()}))
-        message = one.sent(Pull)[-1]
-        one.neighbour(1, message, seq=5)
-        effects = one.server(0, Error(seq_of(one, Pull), Mismatch.code, "it has another shape"))
+        worker = bench()
+        ticket = worker.call(pull({"c": ONES.clone()}))
+        message = worker.sent(Pull)[-1]
+        worker.neighbour(1, message, seq=5)
+        effects = worker.server(0, Error(seq_of(worker, Pull), Mismatch.code, "it has another shape"))
         assert said(effects) == [Error(5, Mismatch.code, "it has another shape")]
-        assert isinstance(one.error(ticket), Mismatch)
+        assert isinstance(worker.error(ticket), Mismatch)
 
 
 @pytest.mark.spec("R97")
@@ -362,78 +366,78 @@ class TestAskedAfter:
     @pytest.mark.spec("R460")
     @pytest.mark.parametrize("is_for_workers", [False, True])
     def test_tells_whether_it_waits_for_calls_of_workers(self, is_for_workers: bool) -> None:
-        one = bench()
-        one.neighbour(1, WANTED, seq=5)
-        one.neighbour(1, Probe((5,)))
-        at = seq_of(one, Pull)
+        worker = bench()
+        worker.neighbour(1, WANTED, seq=5)
+        worker.neighbour(1, Probe((5,)))
+        at = seq_of(worker, Pull)
         known = (at,) if is_for_workers else ()
-        effects = one.server(0, Probed((), (Pending(at, "why"),), known))
+        effects = worker.server(0, Probed((), (Pending(at, "why"),), known))
         told = (5,) if is_for_workers else ()
         assert said(effects, b"from 1") == [Probed((), (Pending(5, "why"),), told)]
 
     def test_asks_the_server_as_soon_as_it_has_what_was_asked_after(self) -> None:
-        one = bench()
-        one.neighbour(1, ASKED_TOO, ONES, seq=5)
-        one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=9)
-        one.neighbour(1, Probe((5,)))
-        one.wait(HURRY_S)
-        at = seq_of(one, Push)
-        assert said(one.ack(0, at), "server 0") == [Probe((at,))]
-        effects = one.server(0, Probed((), (Pending(at, "round 0 waits for rank 0"),)))
+        worker = bench()
+        worker.neighbour(1, ASKED_TOO, ONES, seq=5)
+        worker.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=9)
+        worker.neighbour(1, Probe((5,)))
+        worker.wait(HURRY_S)
+        at = seq_of(worker, Push)
+        assert said(worker.ack(0, at), "server 0") == [Probe((at,))]
+        effects = worker.server(0, Probed((), (Pending(at, "round 0 waits for rank 0"),)))
         assert said(effects, b"from 1") == [Probed((), (Pending(5, "round 0 waits for rank 0"),))]
         assert said(effects, b"from 2") == [], "it wants no values"
 
 
-def at_once(one: Bench) -> None:
+def at_once(worker: Bench) -> None:
     """Let so little time pass that nobody can ask after anything."""
-    one.now += 0.02
-    one.take(one.core.on_timer(one.now))
+    worker.now += 0.02
+    worker.take(worker.core.on_timer(worker.now))
 
 
 class TestTimeout:
     def test_says_that_neighbours_are_missing(self) -> None:
-        one = bench()
-        ticket = one.call(push({"c": ONES}, eager=False), 0.02)
-        at_once(one)
+        worker = bench()
+        ticket = worker.call(push({"c": ONES}, eager=False), 0.02)
+        at_once(worker)
         says = "other workers of this machine have not made the same push. Nothing was cancelled"
-        assert says in str(one.error(ticket))
+        assert says in str(worker.error(ticket))
 
     def test_names_the_server_once_it_was_asked(self) -> None:
-        one = bench()
-        ticket = one.call(push({"c": ONES}, eager=False), 5.0)
-        one.wait(5.0)
-        assert "server 0 (tcp://s0:1) has not answered, and was last" in str(one.error(ticket))
+        worker = bench()
+        ticket = worker.call(push({"c": ONES}, eager=False), 5.0)
+        worker.wait(5.0)
+        assert "server 0 (tcp://s0:1) has not answered, and was last" in str(worker.error(ticket))
 
     def test_copies_what_is_in_a_bundle(self) -> None:
-        one = bench()
+        worker = bench()
         values = ONES.clone()
-        one.call(push({"c": values}, eager=False), 0.02)
-        at_once(one)
+        worker.call(push({"c": values}, eager=False), 0.02)
+        at_once(worker)
         values.fill_(-1)
-        one.wait(WAIT_MAX_S)
-        assert values_of(one.sends(Push)[-1]) == [1.0] * 4
+        worker.wait(WAIT_MAX_S)
+        assert values_of(worker.sends(Push)[-1]) == [1.0] * 4
 
     def test_a_push_goes_on_after_it(self) -> None:
-        one = bench()
+        worker = bench()
         sink = torch.zeros(4)
-        ticket = one.call(push({"c": ONES}, sinks=(sink,), eager=False), 5.0)
-        one.wait(5.0)
-        assert isinstance(one.error(ticket), Timeout)
-        pulled(one)
+        ticket = worker.call(push({"c": ONES}, sinks=(sink,), eager=False), 5.0)
+        worker.wait(5.0)
+        assert isinstance(worker.error(ticket), Timeout)
+        pulled(worker)
         assert sink.tolist() == [0.0] * 4
-        assert one.is_done(one.call(calls.Flush("kv")))
+        assert worker.is_done(worker.call(calls.Flush("kv")))
 
 
 class TestNewLife:
     def test_answers_go_to_the_life_that_asked(self) -> None:
         """What the old one asked is not told to the new one."""
-        one = bench()
-        one.neighbour(1, ASKED, ONES, seq=5)
-        one.view(one.seat(Node(Role.WORKER, 1), incarnation=40))
+        worker = bench()
+        worker.neighbour(1, ASKED, ONES, seq=5)
+        worker.view(worker.seat(Node(Role.WORKER, 1), incarnation=40))
         envelope = Envelope(JOB, 1, Role.WORKER, 1, 40, 0)
-        one.take(one.core.on_packet(b"new", Packet(envelope, HELLO), one.now))
-        one.wait(WAIT_MAX_S)
-        effects = one.ack(0, seq_of(one, Push))
+        worker.take(worker.core.on_packet(b"new", Packet(envelope, HELLO), worker.now))
+        worker.wait(WAIT_MAX_S)
+        effects = worker.ack(0, seq_of(worker, Push))
         assert said(effects, b"new") == []
         assert said(effects, b"from 1") == [Ack((Receipt(5, 0),))]
 
@@ -443,69 +447,69 @@ class TestNewLife:
 
 def test_push_of_a_leader_alone_is_a_copy_of_the_users_memory() -> None:
     """After a Timeout he may write there, and what was sent may have to be sent again."""
-    one = bench()
+    worker = bench()
     gradient = torch.ones(4)
-    one.call(push({"c": gradient}, eager=False))
-    one.wait(WAIT_MAX_S)
-    assert [message.ranks for message in pushes(one)] == [(0,)]
+    worker.call(push({"c": gradient}, eager=False))
+    worker.wait(WAIT_MAX_S)
+    assert [message.ranks for message in pushes(worker)] == [(0,)]
     gradient.fill_(77)
-    assert values_of(one.sends(Push)[-1]) == [1.0] * 4
+    assert values_of(worker.sends(Push)[-1]) == [1.0] * 4
 
 
 class TestALeaderThatIsHeldAndDoesNotSpeak:
     def test_leads_again_when_it_speaks(self) -> None:
-        one = bench()
-        one.call(push({"a": ONES}))
-        one.wait(MUTE_AFTER_S + 1.1)
-        assert [message.chunk for message in pushes(one)] == [1]
-        one.call(push({"a": ONES}))
-        assert [message.chunk for message in pushes(one, "worker 2")] == [1], "the next one leads"
-        one.leader(1, WELCOME)
-        one.call(push({"a": ONES}))
-        assert [message.runs[0].number for message in pushes(one, "worker 1")] == [0, 2]
+        worker = bench()
+        worker.call(push({"a": ONES}))
+        worker.wait(MUTE_AFTER_S + 1.1)
+        assert [message.chunk for message in pushes(worker)] == [1]
+        worker.call(push({"a": ONES}))
+        assert [message.chunk for message in pushes(worker, "worker 2")] == [1], "the next one leads"
+        worker.leader(1, WELCOME)
+        worker.call(push({"a": ONES}))
+        assert [message.runs[0].number for message in pushes(worker, "worker 1")] == [0, 2]
 
     def test_but_not_before_it_has_answered_hello(self) -> None:
-        one = bench()
-        one.call(push({"a": ONES}))
-        one.wait(MUTE_AFTER_S + 1.1)
-        one.leader(1, Probed((), ()))
-        one.call(push({"a": ONES}))
-        assert [message.runs[0].number for message in pushes(one, "worker 1")] == [0]
-        assert [message.runs[0].number for message in pushes(one, "worker 2")] == [1]
+        worker = bench()
+        worker.call(push({"a": ONES}))
+        worker.wait(MUTE_AFTER_S + 1.1)
+        worker.leader(1, Probed((), ()))
+        worker.call(push({"a": ONES}))
+        assert [message.runs[0].number for message in pushes(worker, "worker 1")] == [0]
+        assert [message.runs[0].number for message in pushes(worker, "worker 2")] == [1]
 
 
 def test_a_leader_that_came_back_on_another_machine_is_no_leader() -> None:
     """And the view in which it was lost may never have come."""
-    one = bench()
-    one.call(push({"a": ONES}))
-    assert pushes(one) == []
-    one.view(one.seat(Node(Role.WORKER, 1), incarnation=99, machine=3))
-    assert [message.ranks for message in pushes(one)] == [(0,)]
+    worker = bench()
+    worker.call(push({"a": ONES}))
+    assert pushes(worker) == []
+    worker.view(worker.seat(Node(Role.WORKER, 1), incarnation=99, machine=3))
+    assert [message.ranks for message in pushes(worker)] == [(0,)]
 
 
 def test_nothing_that_was_kept_is_for_a_replacement() -> None:
-    one = bench()
+    worker = bench()
     for rank, seq in ((1, 1), (2, 1)):
-        one.neighbour(rank, WANTED, seq=seq)
-    pulled(one, Pull)
-    one.neighbour(1, WANTED, seq=2)
-    pulled(one, Pull)  # rank 2 has pulled before, so that this is kept for it
-    one.view(one.seat(Node(Role.WORKER, 2), incarnation=50))
-    assert one.neighbour(2, HELLO, incarnation=50)
-    effects = one.neighbour(2, WANTED, seq=1, incarnation=50)
+        worker.neighbour(rank, WANTED, seq=seq)
+    pulled(worker, Pull)
+    worker.neighbour(1, WANTED, seq=2)
+    pulled(worker, Pull)  # rank 2 has pulled before, so that this is kept for it
+    worker.view(worker.seat(Node(Role.WORKER, 2), incarnation=50))
+    assert worker.neighbour(2, HELLO, incarnation=50)
+    effects = worker.neighbour(2, WANTED, seq=1, incarnation=50)
     assert answers(effects, 2) == []
     assert isinstance(said(effects, "server 0")[0], Pull)
 
 
 def test_acknowledged_push_is_not_refused_with_the_rest() -> None:
-    one = bench()
-    ticket = one.call(push({"c": ONES}))
-    one.neighbour(1, ASKED_TOO, ONES, seq=4)
-    one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=5)
-    at = seq_of(one, Push)
-    one.ack(0, at)
-    assert one.is_done(ticket)
-    effects = one.server(0, Error(at, ProtocolError.code, "the key was replaced"))
+    worker = bench()
+    ticket = worker.call(push({"c": ONES}))
+    worker.neighbour(1, ASKED_TOO, ONES, seq=4)
+    worker.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=5)
+    at = seq_of(worker, Push)
+    worker.ack(0, at)
+    assert worker.is_done(ticket)
+    effects = worker.server(0, Error(at, ProtocolError.code, "the key was replaced"))
     assert [type(message) for message in said(effects, b"from 1")] == [Error]
     assert said(effects, b"from 2") == []
 
@@ -514,22 +518,22 @@ def test_acknowledged_push_is_not_refused_with_the_rest() -> None:
 class TestEpoch:
     """The servers have returned to a cut: nobody owes anybody an answer of before."""
 
-    def begin(self, one: Bench) -> None:
-        one.effects.clear()
-        one.view(epoch=1, since=one.number + 1, cut=1)
+    def begin(self, worker: Bench) -> None:
+        worker.effects.clear()
+        worker.view(epoch=1, since=worker.number + 1, cut=1)
 
     def test_earlier_requests_of_a_neighbour_are_void(self) -> None:
-        one = bench()
-        one.neighbour(1, ASKED, ONES, seq=50)
-        self.begin(one)
-        assert said(one.neighbour(1, Probe((50,)))) == [Probed((50,), ())]
-        one.wait(WAIT_MAX_S + 1)
-        assert pushes(one) == [], "its push goes nowhere"
+        worker = bench()
+        worker.neighbour(1, ASKED, ONES, seq=50)
+        self.begin(worker)
+        assert said(worker.neighbour(1, Probe((50,)))) == [Probed((50,), ())]
+        worker.wait(WAIT_MAX_S + 1)
+        assert pushes(worker) == [], "its push goes nowhere"
 
     def test_request_under_an_older_view_is_ignored(self) -> None:
-        one = bench()
-        self.begin(one)
-        assert one.neighbour(1, ASKED, ONES, seq=51, view=one.number - 1) == []
-        assert said(one.neighbour(1, Probe((51,)))) == [Probed((51,), ())]
-        one.neighbour(1, ASKED, ONES, seq=51)
-        assert said(one.neighbour(1, Probe((51,))))[0] == Probed((), ()), "it is taken in"
+        worker = bench()
+        self.begin(worker)
+        assert worker.neighbour(1, ASKED, ONES, seq=51, view=worker.number - 1) == []
+        assert said(worker.neighbour(1, Probe((51,)))) == [Probed((51,), ())]
+        worker.neighbour(1, ASKED, ONES, seq=51)
+        assert said(worker.neighbour(1, Probe((51,))))[0] == Probed((), ()), "it is taken in"

@@ -23,9 +23,9 @@ ALL = frozenset({4, 5, 6})
 
 
 def leading(expected: frozenset[int] = ALL, servers: int = 2) -> MergedRequests:
-    one = MergedRequests(5, servers, PRIVATE)
-    assert one.expect(expected) == []
-    return one
+    merged = MergedRequests(5, servers, PRIVATE)
+    assert merged.expect(expected) == []
+    return merged
 
 
 def push(
@@ -63,7 +63,7 @@ def pull(
 
 def ranks(requests: list[Request]) -> list[tuple[int, ...]]:
     """For whom each of them pushes."""
-    return [pushed(one).ranks for one in requests]
+    return [pushed(request).ranks for request in requests]
 
 
 def pushed(request: Request) -> Push:
@@ -104,27 +104,27 @@ def answer(
 class TestGoes:
     def test_at_once_if_all_others_have_pushed_a_later_number(self) -> None:
         """They pushed this one along another way, and do not push it again."""
-        one = leading()
+        merged = leading()
         for rank in (4, 5, 6):
-            one.push(push(rank, number=3), 0.0)
-        assert ranks(one.push(push(4, number=2), 0.0)) == [(4,)]
+            merged.push(push(rank, number=3), 0.0)
+        assert ranks(merged.push(push(4, number=2), 0.0)) == [(4,)]
 
     def test_when_the_last_that_was_missing_pushes_a_later_number(self) -> None:
-        one = leading()
-        one.push(push(4, number=0), 0.0)
-        one.push(push(5, number=0), 0.0)
-        assert ranks(one.push(push(6, number=1), 0.0)) == [(4, 5)]
-        one.check()
+        merged = leading()
+        merged.push(push(4, number=0), 0.0)
+        merged.push(push(5, number=0), 0.0)
+        assert ranks(merged.push(push(6, number=1), 0.0)) == [(4, 5)]
+        merged.check()
 
     def test_also_when_it_has_forgotten_who_pushed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of too many ways to cut a chunk, it does not remember who has pushed what."""
         monkeypatch.setattr(merge_queue, "SHAPES_MAX", 2)
-        one = leading(frozenset({4, 5}))
+        merged = leading(frozenset({4, 5}))
         for start in (0, 4, 8):
-            assert one.push(push(4, 5, runs=((start, 4),)), 0.0) == []
-            assert ranks(one.push(push(5, 5, runs=((start, 4),)), 0.0)) == [(4, 5)]
-        assert ranks(one.push(push(4, 3, runs=((8, 4),)), 0.0)) == [(4,)]
-        assert one.push(push(4, 3, runs=((0, 4),)), 0.0) == [], "this was forgotten"
+            assert merged.push(push(4, 5, runs=((start, 4),)), 0.0) == []
+            assert ranks(merged.push(push(5, 5, runs=((start, 4),)), 0.0)) == [(4, 5)]
+        assert ranks(merged.push(push(4, 3, runs=((8, 4),)), 0.0)) == [(4,)]
+        assert merged.push(push(4, 3, runs=((0, 4),)), 0.0) == [], "this was forgotten"
 
 
 class TestCutDifferently:
@@ -135,19 +135,19 @@ class TestCutDifferently:
         ("whole", "part"), [((0, 10), (0, 5)), ((0, 10), (5, 5)), ((0, 10), (3, 4)), ((3, 4), (0, 10))]
     )
     def test_none_of_a_chunk_waits_any_more(self, whole: tuple[int, int], part: tuple[int, int]) -> None:
-        one = leading()
-        assert one.push(push(4, runs=(whole,)), 0.0) == []
-        assert ranks(one.push(push(5, runs=(part,)), 0.0)) == [(4,), (5,)]
-        assert ranks(one.push(push(6, runs=(part,)), 0.0)) == [(6,)]
-        assert one.push(push(6, runs=(part,), chunk=9), 0.0) == [], "another chunk does"
-        one.check()
+        merged = leading()
+        assert merged.push(push(4, runs=(whole,)), 0.0) == []
+        assert ranks(merged.push(push(5, runs=(part,)), 0.0)) == [(4,), (5,)]
+        assert ranks(merged.push(push(6, runs=(part,)), 0.0)) == [(6,)]
+        assert merged.push(push(6, runs=(part,), chunk=9), 0.0) == [], "another chunk does"
+        merged.check()
 
     def test_so_do_rounds_that_are_cut_differently(self) -> None:
         """All ranks may push key by key once, and all at once the next time."""
-        one = leading()
-        assert one.push(push(4, number=0, runs=((0, 10),)), 0.0) == []
-        assert one.push(push(4, number=1, runs=((0, 5),)), 0.0) == []
-        one.check()
+        merged = leading()
+        assert merged.push(push(4, number=0, runs=((0, 10),)), 0.0) == []
+        assert merged.push(push(4, number=1, runs=((0, 5),)), 0.0) == []
+        merged.check()
 
 
 # --- pushes: what goes ----------------------------------------------------------------------------
@@ -157,21 +157,21 @@ class TestPush:
     @pytest.mark.spec("R93")
     @pytest.mark.parametrize("chunk", [6, 7, 8])
     def test_goes_to_the_server_that_the_chunk_names(self, chunk: int) -> None:
-        one = leading(frozenset({5}), servers=3)
-        (request,) = one.push(push(5, chunk=chunk), 0.0)
+        merged = leading(frozenset({5}), servers=3)
+        (request,) = merged.push(push(5, chunk=chunk), 0.0)
         assert request.server == chunk % 3
         participant = pull(5)
         participant.message = Pull(chunk, True, (Ask(0, 4, 0, 0),))
-        assert asked(one, participant).server == chunk % 3
+        assert asked(merged, participant).server == chunk % 3
 
     @pytest.mark.spec("R97")
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_of_half_types_is_of_float32(self, dtype: str) -> None:
-        one = leading()
+        merged = leading()
         big = 2048.0
-        one.push(push(4, 0, big, dtype=dtype), 0.0)
-        one.push(push(5, 0, 1.0, dtype=dtype), 0.0)
-        (request,) = one.push(push(6, 0, 1.0, dtype=dtype), 0.0)
+        merged.push(push(4, 0, big, dtype=dtype), 0.0)
+        merged.push(push(5, 0, 1.0, dtype=dtype), 0.0)
+        (request,) = merged.push(push(6, 0, 1.0, dtype=dtype), 0.0)
         assert pushed(request).dtype == FLOAT
         assert request.payload_bytes == 16
         assert values_in(request).tolist() == [big + 2] * 4
@@ -180,19 +180,19 @@ class TestPush:
 @pytest.mark.spec("R99")
 class TestRefused:
     def test_and_asked_after_if_it_was(self) -> None:
-        one = leading(frozenset({4, 5}))
-        one.push(push(4), 0.0)
-        (request,) = one.push(push(5), 0.0)
-        one.ask_after(merged_of(request), 0.0)
-        assert all(merged_of(single).is_asked_after for single in one.refused(merged_of(request)))
+        merged = leading(frozenset({4, 5}))
+        merged.push(push(4), 0.0)
+        (request,) = merged.push(push(5), 0.0)
+        merged.ask_after(merged_of(request), 0.0)
+        assert all(merged_of(single).is_asked_after for single in merged.refused(merged_of(request)))
 
     def test_finally_if_the_server_had_taken_it_in(self) -> None:
         """Its values are refused, then."""
-        one = leading(frozenset({4, 5}))
-        one.push(push(4, pull=True), 0.0)
-        (request,) = one.push(push(5, pull=True), 0.0)
-        one.taken_in(merged_of(request))
-        assert one.refused(merged_of(request)) == []
+        merged = leading(frozenset({4, 5}))
+        merged.push(push(4, pull=True), 0.0)
+        (request,) = merged.push(push(5, pull=True), 0.0)
+        merged.taken_in(merged_of(request))
+        assert merged.refused(merged_of(request)) == []
 
 
 # --- pulls ----------------------------------------------------------------------------------------
@@ -202,64 +202,64 @@ class TestRefused:
 class TestPull:
     def test_of_the_same_rank_again_is_asked_again(self) -> None:
         """It gave the first up; what others ask for goes with the second."""
-        one = leading()
-        first, second = asked(one, pull(4)), asked(one, pull(4))
-        assert one.pull(pull(6)) is None
+        merged = leading()
+        first, second = asked(merged, pull(4)), asked(merged, pull(4))
+        assert merged.pull(pull(6)) is None
         assert list(merged_of(first).participants) == [4]
         assert list(merged_of(second).participants) == [4, 6]
-        answer(one, first, 1.0)
-        assert isinstance(one.pull(pull(5)), Reply)
-        assert one.pull(pull(5)) is None, "the second has no answer yet"
+        answer(merged, first, 1.0)
+        assert isinstance(merged.pull(pull(5)), Reply)
+        assert merged.pull(pull(5)) is None, "the second has no answer yet"
 
     def test_is_not_kept_for_who_never_pulled(self) -> None:
-        one = leading()
-        answer(one, asked(one, pull(4)), 1.0)
-        assert isinstance(one.pull(pull(6)), Request)
+        merged = leading()
+        answer(merged, asked(merged, pull(4)), 1.0)
+        assert isinstance(merged.pull(pull(6)), Request)
 
     @pytest.mark.parametrize("is_there", [False, True])
     def test_of_a_value_that_is_loaded_goes_by_its_life(self, is_there: bool) -> None:
         """Rank 0 was replaced between the two: one answer must not be for both."""
-        one = leading()
+        merged = leading()
         if is_there:
-            answer(one, asked(one, pull(6, call=1, stamp=3)), 1.0)
-        first = asked(one, pull(4, call=1, stamp=3))
+            answer(merged, asked(merged, pull(6, call=1, stamp=3)), 1.0)
+        first = asked(merged, pull(4, call=1, stamp=3))
         if is_there:
-            answer(one, first, 1.0)
-        assert isinstance(one.pull(pull(6, call=1, stamp=4)), Request)
-        assert isinstance(one.pull(pull(6)), Request)
-        same = one.pull(pull(6, call=1, stamp=3))
+            answer(merged, first, 1.0)
+        assert isinstance(merged.pull(pull(6, call=1, stamp=4)), Request)
+        assert isinstance(merged.pull(pull(6)), Request)
+        same = merged.pull(pull(6, call=1, stamp=3))
         assert isinstance(same, Reply) if is_there else same is None
 
     def test_values_that_a_push_asked_for_are_kept_for_nobody(self) -> None:
         """Nobody says of how many broadcasts they are."""
-        one = leading(frozenset({4, 5}))
-        answer(one, asked(one, pull(4)), 1.0)
-        one.push(push(4), 0.0)
-        (request,) = one.push(push(5, pull=True), 0.0)
-        found = answer(one, request, 2.0)
+        merged = leading(frozenset({4, 5}))
+        answer(merged, asked(merged, pull(4)), 1.0)
+        merged.push(push(4), 0.0)
+        (request,) = merged.push(push(5, pull=True), 0.0)
+        found = answer(merged, request, 2.0)
         assert found.served == {5}
-        assert isinstance(one.pull(pull(4)), Request)
+        assert isinstance(merged.pull(pull(4)), Request)
 
 
 class TestAnswer:
     def test_for_others_lies_in_memory_that_is_lent(self) -> None:
         memory = Readable()
-        one = MergedRequests(5, 1, memory)
-        one.expect(ALL)
-        request = asked(one, pull(4))
+        merged = MergedRequests(5, 1, memory)
+        merged.expect(ALL)
+        request = asked(merged, pull(4))
         values = torch.ones(4)
         message = Pulled(1, CHUNK, FLOAT, True, (Stand(0, 4, 1, 0),))
-        found = one.answered(merged_of(request), message, values)
+        found = merged.answered(merged_of(request), message, values)
         values.fill_(7)  # the server has its memory back
         assert found.values.tolist() == [1.0] * 4
         assert found.values is memory.blocks[0]
 
     def test_for_the_leader_alone_is_not_copied(self) -> None:
         memory = Readable()
-        one = MergedRequests(5, 1, memory)
-        one.expect(frozenset({5, 6}))
-        request = asked(one, pull(5))
+        merged = MergedRequests(5, 1, memory)
+        merged.expect(frozenset({5, 6}))
+        request = asked(merged, pull(5))
         values = torch.ones(4)
         message = Pulled(1, CHUNK, FLOAT, True, (Stand(0, 4, 1, 0),))
-        assert one.answered(merged_of(request), message, values).values is values
+        assert merged.answered(merged_of(request), message, values).values is values
         assert memory.blocks == []
