@@ -146,7 +146,9 @@ def test_images_and_what_is_exported_of_them_are_read(
     out = tmp_path / "model.safetensors"
     assert reports.export([str(folder)], str(out), None, "best", "model", io.StringIO()) == 0
     found = load_file(out)
-    assert found.keys() == KEYS.keys()
+    assert found.keys() == KEYS.keys() | {
+        f"{name}/{part}" for name, _, _ in pushed for part in ("ids", "rows", "recipe")
+    }
     assert all(torch.equal(found[name], value) for name, value in values.items())
 
 

@@ -58,6 +58,8 @@ class Model(RuleBasedStateMachine):
         if self.rule:
             self.stage.optimizer(self.rule, **({"lr": 1.0} if self.rule == "sgd" else {}))
         self.states = ["held"] * RANKS
+        self.outside: set[int] = set()
+        """Ranks that replace lost ones, and have not pushed yet: no round waits for them."""
         self.waiting: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
         self.worth = 0
 
@@ -76,6 +78,10 @@ class Model(RuleBasedStateMachine):
         owed = [self.keys[name].owed(rank, self.ordered) for name in order]
         numbers = [max(0, (owed[0] if together else item) + relative) for item in owed]
         self.worth += 1
+        if rank in self.outside:
+            self.outside.discard(rank)
+            for key in self.keys.values():
+                self.settle(key, rank)
         row, runs = [], []
         for name, number in zip(order, numbers, strict=True):
             (piece,) = self.stage.pieces[name]
@@ -130,6 +136,8 @@ class Model(RuleBasedStateMachine):
         found = self.states[rank] == "lost"
         self.states[rank] = "held" if found else "lost"
         if found:
+            if self.policy == "shrink":
+                self.outside.add(rank)
             self.stage.seats[rank].incarnation += 1
             self.waiting = {at: item for at, item in self.waiting.items() if at[0] != rank}
         said = self.stage.show(**{f"w{rank}": self.states[rank]})
@@ -150,7 +158,8 @@ class Model(RuleBasedStateMachine):
             return
         while True:
             ranks = {item for item, number in key.gradients if number == key.version}
-            required = {item for item in range(RANKS) if self.policy == "wait" or self.states[item] == "held"}
+            held = {item for item in range(RANKS) if self.policy == "wait" or self.states[item] == "held"}
+            required = held - self.outside
             if not ranks or not required or not required <= ranks:
                 return
             gradients = [key.gradients[item, key.version] for item in sorted(ranks)]

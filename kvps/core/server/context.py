@@ -162,27 +162,32 @@ class RequestContext:
                 if isinstance(span, FreeSpan):
                     span.admit(rank, self.quorum(store).live)
 
-    def hear_outsider(self, message: Message, session: Session) -> None:
-        """Count a replacement in a store from its first push on, or from its question what it owes."""
+    def hear_outsider(self, message: Message, session: Session) -> bool:
+        """Count a replacement in a store from its first push on, or from its question what it owes.
+
+        Returns:
+            Whether it counts from now on: rounds for which its predecessor has pushed may be complete.
+        """
         match message:
             case Push() | PushTables():
-                self._let_in(self.store_of(message.chunk), message.ranks)
+                return self._let_in(self.store_of(message.chunk), message.ranks)
             case PushRows():
-                self._let_in(self.store(message.store), message.ranks)
+                return self._let_in(self.store(message.store), message.ranks)
             case Pull(values=False):
-                self._let_in(self.store_of(message.chunk), (session.rank,))
+                return self._let_in(self.store_of(message.chunk), (session.rank,))
             case History():
-                self._let_in(self.store(message.store), (session.rank,))
+                return self._let_in(self.store(message.store), (session.rank,))
             case _:
-                pass
+                return False
 
-    def _let_in(self, store: ServerStore, ranks: Iterable[int]) -> None:
+    def _let_in(self, store: ServerStore, ranks: Iterable[int]) -> bool:
         outside = self.outside.get(store.name, frozenset())
         if outside.isdisjoint(ranks):
-            return
+            return False
         self._leave_outside(store, outside.difference(ranks))
         for rank in outside.intersection(ranks):
             self._start_clock(store, rank)
+        return True
 
     def _leave_outside(self, store: ServerStore, ranks: frozenset[int]) -> None:
         self._quorums.pop(store.name, None)

@@ -306,10 +306,9 @@ class Server(Core):
         self._outbox.clear()
 
     def _start(self, restoring: Iterator[None]) -> None:
-        """Begin a restoration; small ones end at once."""
+        """Begin a restoration, after others that are under way; small ones end at once."""
         self._restoring.append(restoring)
-        if len(self._restoring) == 1:
-            self._restore_more()
+        self._restore_more()
 
     def _restore_more(self) -> None:
         """Restore another block of the oldest restoration."""
@@ -596,8 +595,8 @@ class Server(Core):
         if not isinstance(message, p.Probe | p.Revive):
             context.check_request(message, session)
             session.asked_at = now
-            if context.outside:
-                context.hear_outsider(message, session)
+            if context.outside and context.hear_outsider(message, session):
+                control.retry_pending()
         match message:
             case p.Push():
                 ingest.push(session, seq, message, packet)

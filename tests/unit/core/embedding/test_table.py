@@ -157,6 +157,19 @@ def test_versions_may_need_more_than_32_bits() -> None:
     assert other.keep()[0].stamps.tolist() == block.stamps.tolist()
 
 
+def test_states_that_an_image_lacks_begin_anew() -> None:
+    driven = Driven(optimizer="adagrad", initial_accumulator_value=0.5)
+    driven.push(1, 2, 3)
+    block = driven.table.block(0, 9, with_state=True)
+    other = EmbeddingRows(driven.table.recipe)
+    weights = next(iter(block.columns))
+    other.put(block.ids, block.stamps, {weights: block.columns[weights]})
+    found = other.block(0, 9, with_state=True).columns
+    assert torch.equal(found[weights], block.columns[weights])
+    (states,) = found.keys() - {weights}
+    assert found[states].unique().tolist() == [0.5]
+
+
 def test_a_push_takes_the_slots_that_a_pull_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
     driven = Driven(init="zeros", evict={"rows": 8})
     looked: list[list[int]] = []

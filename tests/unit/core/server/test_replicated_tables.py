@@ -196,3 +196,13 @@ def test_rows_on_a_disk_are_copied_to_a_disk(monkeypatch: pytest.MonkeyPatch) ->
     table.pair.primary.now += 2
     table.pair.primary.take(table.pair.primary.server.on_timer(table.pair.primary.now))
     assert "rows of embedding tables cannot be moved" in table.pair.primary.standings[-1].reason
+
+
+@pytest.mark.spec("R445")
+def test_a_table_that_is_made_while_the_copy_is_level_is_copied_at_once() -> None:
+    known = Tables()
+    known.pair.level()
+    known.pair.do(0, message_of("kv", f"{KEY}-2", known.recipe))
+    known.pair.pump()
+    shards = [stage.server.context.stores["kv"].shards for stage in (known.pair.primary, known.pair.standby)]
+    assert shards[0][f"{KEY}-2"].pieces == shards[1][f"{KEY}-2"].pieces

@@ -243,11 +243,12 @@ class TestRefusals:
         worker = small()
         before = worker.call(pull({"w": torch.zeros(4)}))
         refused = worker.call(push({"w": torch.rand(4)}))
+        barrier = worker.call(calls.StandAtBarrier("kv", None))
         after = [worker.call(pull({"w": torch.zeros(4)})), worker.call(calls.Versions("kv", ("w",)))]
         worker.server(0, Error(worker.seqs(Push)[0], Overload.code, "too much memory"))
         for ticket in [refused, *after]:
             assert isinstance(worker.error(ticket), Overload)
-        assert worker.finish(before) is None
+        assert (worker.finish(before), worker.finish(barrier)) == (None, None)
         again = worker.call(pull({"w": torch.zeros(4)}))
         assert worker.finish(again) is None, "its number is asked first"
 
