@@ -4,7 +4,8 @@
 
 Two workers learn one score for each user: the mean of what is observed. Rank 0 publishes the table
 every few steps. The service is a process without a rank: it takes each newest version, and looks up rows in its own
-memory. All rows of an answer are of one version, and a user that nobody has seen has a score, too.
+memory. All rows of an answer are of one version, and a user that nobody has seen has a score, too. The workers are
+threads of one process, so there is no worker to kill.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ class Model(RuleBasedStateMachine):
         owed = [self.keys[name].owed(rank, self.ordered) for name in order]
         numbers = [max(0, (owed[0] if together else item) + relative) for item in owed]
         self.worth += 1
-        if rank in self.outside:
+        enters = rank in self.outside
+        if enters:
             self.outside.discard(rank)
             for key in self.keys.values():
                 self.settle(key, rank)
@@ -95,7 +96,9 @@ class Model(RuleBasedStateMachine):
             for name, number, item in zip(order, numbers, owed, strict=True)
         ):
             event("early")
-            assert said == []
+            assert seq not in acked(said)
+            assert enters or said == []
+            self.hear(said)  # rounds that it completed by entering
             return
         before = {name: self.keys[name].version for name in order}
         taken = 0
