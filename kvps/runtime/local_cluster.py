@@ -87,6 +87,8 @@ class LocalCluster:
         self._workers: list[ThreadPoolExecutor] = []
         """A thread for each worker, since the first :meth:`run`."""
         self._has_failed = False
+        self._is_over = False
+        """No standby is started any more."""
         self._shortage: WorkerLost | None = None
         """Why the job never gets all of its workers in this run; None while it may."""
         self.keys = ""
@@ -184,6 +186,11 @@ class LocalCluster:
         limit = share_bytes(self.servers * (1 + self.replicas))
         core = Server(identity, time.monotonic(), limit, memory, limits=config.limits())
         self._drive(f"standby {rank}" if standby else f"server {rank}", core, opened)
+
+    def _start_standby(self, rank: int) -> None:
+        with self._lock:
+            if not self._is_over:
+                self._start_server(rank, standby=True)
 
     def _keys_of(self, role: str) -> Keys | None:
         return of(self._sections, role) if self._sections else None
@@ -308,6 +315,14 @@ class LocalCluster:
         if unfinished:
             for stop in self._stops:
                 stop()
+        for scheduler in self._threads[:1]:
+            scheduler.join(END_MAX_S)
+        with self._lock:
+            self._is_over = True
+        # The scheduler has told all that it knew of. A spare that had not reached it would ask for a minute.
+        for thread, stop in zip(self._threads, self._stops, strict=True):
+            if thread.name.startswith("kvps standby"):
+                stop()
         for thread in self._threads:
             thread.join(END_MAX_S)
         if self._key_memory is not None:
@@ -323,7 +338,7 @@ class LocalCluster:
         if isinstance(core, Server):
             inbox.put(Server.start)
         timeline, lens = _lens(core, transport)
-        listener = _Listener(lambda: self._start_server(int(name.rpartition(" ")[2]), standby=True), inbox)
+        listener = _Listener(lambda: self._start_standby(int(name.rpartition(" ")[2])), inbox)
 
         role, _, rank = name.partition(" ")
         speaker = logs.Speaker(role, int(rank) if rank else None)

@@ -314,3 +314,11 @@ def test_a_manifest_is_written_without_copies(processes: Processes) -> None:
     launch = processes.kvps("launch", *FLAGS, "--dry-run=k8s", "--image", "x", "--", "true")
     assert launch.wait() == 78
     assert "--replicas has no meaning with --dry-run: add it to the kvps-scheduler" in launch.err
+
+
+def test_a_cluster_in_one_process_does_not_wait_for_a_spare_that_reached_nobody() -> None:
+    with kvps.LocalCluster(workers=1, servers=2, replicas=1) as cluster:
+        store = kvps.create("dist_sync")
+        store.init("w", torch.rand(5))
+        cluster.scheduler = "tcp://127.0.0.1:1"  # nobody listens there
+        cluster._start_server(0, standby=True)

@@ -82,10 +82,8 @@ def plausible(draw: st.DrawFn, cls: type[Message], any_: st.SearchStrategy[Messa
             changes[item.name] = tuple(
                 [field._replace(name=draw(names), size=draw(st.integers(0, 8))) for field in value]
             )
-        elif item.name in ("count", "size"):
-            changes[item.name] = draw(st.integers(0, 12))
         elif type(value) is int:
-            changes[item.name] = draw(INTEGERS)
+            changes[item.name] = draw(st.integers(0, 12) if item.name in SIZES else INTEGERS)
         elif type(value) is float:
             changes[item.name] = draw(FLOATS.filter(lambda item: abs(item) < 1e308))
         elif type(value) is str:
@@ -100,6 +98,8 @@ STEPS = st.builds(
     st.integers(0, 9),
     st.lists(st.integers(0, 2), max_size=3).map(tuple),
 )
+SIZES = ("count", "size", "rows", "vacant", "ids", "counts")
+"""Numbers by which a packet has payload."""
 ANYWHERE = st.sampled_from(list(MESSAGES.values())).flatmap(kind_of)
 AT_A_SERVER = st.sampled_from(
     [*MESSAGES.values(), m.Norms, m.StepNorm, m.Push, m.Optimize, m.SetState, m.Rate, m.Declare]
