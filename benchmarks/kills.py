@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 
 RESTARTS = 10_000
+A_STORE_FOR_EACH_START = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without it, torch 2.13's gloo meets addresses of the start before, and hangs (pytorch/pytorch#135712)."""
 START_MAX_S, END_MAX_S = 120.0, 20.0
 KVPS = """
 import os, sys, time
@@ -134,7 +136,8 @@ def _run(given: argparse.Namespace, folder: Path, words: tuple[str, ...], script
     ranks = random.Random(given.seed)
     kills = 0
     with (folder / "log").open("wb") as log:
-        job = subprocess.Popen(argv, stdout=log, stderr=log, start_new_session=True)
+        environment = os.environ | A_STORE_FOR_EACH_START
+        job = subprocess.Popen(argv, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
             begin = time.monotonic()
             while len(list(folder.glob("pid.*"))) < given.workers:
