@@ -53,6 +53,7 @@ demo: .venv/.installed  ## train a ConvNet on handwritten digits: 2 workers, 2 s
 		$(BIN)/python examples/digits.py --store dist_sync --save demo.safetensors
 	@echo
 	@echo "Next, after '. .venv/bin/activate':"
+	@echo "  kvps demo              a job that loses a worker and a server, and no update"
 	@echo "  kvps-launch -n 2 -s 2 --http 127.0.0.1:9464 -- python examples/digits.py --epochs 500"
 	@echo "                         the same for longer, with a page that shows the job"
 	@echo "  docs/quickstart.md     look inside a job, kill its processes, continue from a checkpoint"

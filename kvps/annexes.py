@@ -11,6 +11,7 @@ from typing import Any
 
 MODULES = {
     "bench": "kvps.tools.bench.command",  # main
+    "demo": "kvps.tools.demo.command",  # main
     "doctor": "kvps.tools.doctor.command",  # main
     "top": "kvps.tools.top",  # main
     "trace": "kvps.tools.trace.command",  # main

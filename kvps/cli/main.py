@@ -5,6 +5,7 @@ Tools for kvps clusters. The processes of a cluster have their own commands.
 commands:
 {commands}
 examples:
+  kvps demo
   kvps status
   kvps top
   kvps doctor --scheduler tcp://10.0.0.1:9091
@@ -35,6 +36,7 @@ from kvps.cli import flags
 NAME = "kvps"
 # ``kvps NAME`` is main() of the module that kvps.annexes names, else of kvps/cli/NAME.py.
 COMMANDS = {
+    "demo": "train on this machine, kill a worker and a server, and see that nothing is lost",
     "status": "show the members of a job, their states, and the ranks that open rounds wait for",
     "top": "show a job live: members, rounds and bytes per second, late workers",
     "doctor": "find out why a process does not reach its cluster, or is slow, and what to do",

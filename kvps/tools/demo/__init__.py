@@ -1,0 +1,1 @@
+"""``kvps demo``: a job that loses a worker and a server, and no update."""
