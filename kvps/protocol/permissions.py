@@ -56,7 +56,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         | {p.Embed, p.PushTables, p.PullTables, p.Export, p.TableRate, p.Pong, p.Close}
         | {p.Tell, p.Give}
         | {p.Freeze, p.Put, p.Announce, p.LastVersion},
-        Role.SERVER: frozenset({p.Hello, p.Norms, p.StepNorm, p.Follow, p.Followed}),
+        Role.SERVER: _SHARING | {p.Hello, p.Norms, p.StepNorm, p.Follow, p.Followed},
         Role.READER: _SHARING | _READS,
     },
     Place.WORKER: {Role.WORKER: _SHARING | {p.Hello, p.Push, p.Pull, p.Probe, p.Join}},

@@ -16,6 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 import kvps
+from kvps import protocol as p
+from kvps.core.effects import Hold, Route
+from kvps.net.zeromq import ZmqTransport
+from kvps.protocol.envelope import Packet
 from kvps.subscriber import digest_of
 from tests.integration.processes import Processes, until
 
@@ -190,6 +194,10 @@ PUBLISHER = """
 import os, sys, time
 import torch
 import kvps
+from kvps import protocol as p
+from kvps.core.effects import Hold, Route
+from kvps.net.zeromq import ZmqTransport
+from kvps.protocol.envelope import Packet
 from kvps.subscriber import digest_of
 kv = kvps.create("dist_sync", timeout=60, bigarray_bound=1000)
 rank, folder = kv.rank, sys.argv[1]
@@ -308,6 +316,34 @@ def test_a_cluster_in_one_process_has_copies() -> None:
             return float(store.pushpull("w", torch.full((5,), rank + 1.0))[0])
 
         assert cluster.run(work) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("optimizer", ["", "adam"])
+def test_a_standby_on_the_same_host_reads_values_where_they_lie(
+    monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    frames: list[int] = []
+    send = ZmqTransport.send
+
+    def seen(self: ZmqTransport, route: Route, packet: Packet, hold: Hold | None) -> None:
+        if isinstance(packet.message, p.CopyValues):
+            frames.append(sum([frame.nbytes for frame in packet.payload]))
+        send(self, route, packet, hold)
+
+    monkeypatch.setattr(ZmqTransport, "send", seen)
+    with kvps.LocalCluster(workers=2, servers=2, replicas=1) as cluster:
+
+        def work(rank: int) -> None:
+            store = kvps.create("dist_sync")
+            store.init("w", torch.zeros(100_000))
+            if optimizer:
+                store.set_optimizer(optimizer)
+            for _ in range(8):
+                store.pushpull("w", torch.ones(100_000))
+
+        cluster.run(work)
+    assert len(frames) > 8
+    assert not any(frames[-4:]), "the bytes of values went through a socket"
 
 
 def test_a_manifest_is_written_without_copies(processes: Processes) -> None:

@@ -195,6 +195,8 @@ class Server(Core):
                     self._replicator.note_all()  # what was refused to one may be refused to all
             if not self.checkpointer.taking.taken:
                 self.checkpointer.look(self.control)
+        elif self._follower is not None and type(packet.message) is p.Welcome:
+            self._follower.on_welcome()
         if self._replicator is not None:
             self._replicator.seal()
         for effect in self._outbox:  # as _flush(), which would be one call more

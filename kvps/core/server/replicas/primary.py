@@ -24,6 +24,8 @@ from dataclasses import replace
 from itertools import starmap
 from typing import NamedTuple, cast
 
+import torch
+
 from kvps import protocol as p
 from kvps.core.effects import Effect, Hold, Route, Send
 from kvps.core.embedding.spec import message_of
@@ -477,9 +479,9 @@ class Replicator:
         width = BY_NAME[chunk.dtype].itemsize
         for span in list(chunk.spans_in(start, stop)):
             low, high = max(span.start, start), min(span.stop, stop)
-            rows = {name: tensor[low:high].clone() for name, tensor in (chunk.state or {}).items()}
+            rows = {name: self._own(tensor[low:high]) for name, tensor in (chunk.state or {}).items()}
             if chunk.back is not None and chunk.back.owes(low, high):
-                rows[REST] = chunk.back.residual[low:high].clone()
+                rows[REST] = self._own(chunk.back.residual[low:high])
             fields = tuple([p.Field(name, dtype_of(row).id, len(row)) for name, row in rows.items()])
             message = p.CopyValues(
                 chunk.number,
@@ -495,6 +497,11 @@ class Replicator:
             )
             payload = (chunk.buffer.octets[low * width : high * width], *map(to_frame, rows.values()))
             self._say(message, payload, chunk.buffer.hold())
+
+    def _own(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a copy of values that are changed in place, where a standby on this host can read it."""
+        copy = self._chunks.memory.empty(len(values), dtype_of(values).name)
+        return copy.copy_(values)
 
     def _copy_table(self, chunk: Chunk, table: EmbeddingRows) -> None:
         """Send the rows of a table that have changed; a block of them while the copy is not level."""

@@ -93,7 +93,11 @@ class Follower:
     def _ask(self, now: float) -> None:
         self.again_at = now + FOLLOW_AGAIN_S
         self._member.greet(self._to)
-        self._member.send(self._to, p.Follow())
+
+    def on_welcome(self) -> None:
+        """The primary has heard HELLO: by now both know whether they share memory. Ask for the copy."""
+        if not self.has_begun:
+            self._member.send(self._to, p.Follow())
 
     def on_timer(self, now: float) -> None:
         """Ask again for a copy that has not begun."""

@@ -74,14 +74,22 @@ class Pair:
     def pump(self, rounds: int = 20) -> None:
         """Carry all packets between the two."""
         for _ in range(rounds):
-            forth, self.primary.sent = self.primary.sent, []
-            for packet in forth:
-                self.said += self.standby.hear("server 0", packet)  # type: ignore[arg-type]
-            back, self.standby.sent = self.standby.sent, []
-            for packet in back:
-                self.said += self.primary.hear(b"q", packet)
-            if not forth and not back:
+            if not self.forth() + self.back():
                 return
+
+    def forth(self) -> int:
+        """Carry the packets of the primary; return how many."""
+        packets, self.primary.sent = self.primary.sent, []
+        for packet in packets:
+            self.said += self.standby.hear("server 0", packet)  # type: ignore[arg-type]
+        return len(packets)
+
+    def back(self) -> int:
+        """Carry the packets of the standby; return how many."""
+        packets, self.standby.sent = self.standby.sent, []
+        for packet in packets:
+            self.said += self.primary.hear(b"q", packet)
+        return len(packets)
 
     def level(self) -> None:
         self.name()
@@ -90,9 +98,11 @@ class Pair:
         assert self.standby.standings[-1].level
 
     def ask(self) -> None:
-        """Let the standby ask again."""
+        """Let the standby ask again, and be welcomed."""
         self.standby.now += 1.5
         self.standby.take(self.standby.server.on_timer(self.standby.now))
+        self.back()
+        self.forth()
 
     def promote(self) -> list[Any]:
         self.standby.standby = 0
