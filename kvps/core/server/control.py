@@ -156,8 +156,14 @@ class Control:
         pieces = capture.revive(store, self._chunks, saved, filled)
         self._rules.forget(store, [store.shards[key.name] for key in saved.keys])
         for piece in pieces:
-            chunk = self._chunks.at(piece.chunk)
-            self._answers.wake(chunk.woken(piece.start, piece.start + piece.size))
+            chunk, stop = self._chunks.at(piece.chunk), piece.start + piece.size
+            self._answers.wake(chunk.woken(piece.start, stop))
+            for reading in chunk.woken(piece.start, stop):  # for pushes to the values before, which are void
+                if self._context.is_pending(reading):
+                    key, _, _ = next(chunk.pieces(reading.at, reading.at + 1))
+                    text = f"restore() gave key {key!r} of store {name!r} other values while this call waited"
+                    void = ConfigError(f"{text} for pushes of other workers; its own pushes are void")
+                    self._context.refuse(reading.session, reading.seq, void)
         self._context.retry()
 
     # --- members --------------------------------------------------------------------------------

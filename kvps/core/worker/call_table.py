@@ -38,7 +38,7 @@ from kvps.core.worker.host_aggregation.merge_queue import MergedRequest
 from kvps.core.worker.kept_pushes import KeptPushes
 from kvps.core.worker.store import WorkerStore
 from kvps.core.worker.timeout_report import timeout_error
-from kvps.errors import KvpsError, from_code
+from kvps.errors import ConfigError, KvpsError, from_code
 from kvps.protocol.envelope import Packet, maker
 from kvps.tensors import Memory, to_frame
 
@@ -165,8 +165,14 @@ class CallTable:
                     pending.finished = pending.probed = False
                     self.pending[ticket] = pending
                     return
+        store = self._stores[call.store]
+        if store.is_restoring and (isinstance(call, PushCall | ReadCall) or call.creates):
+            text = f"restore() of store {store.name!r} is under way and gives its keys other values"
+            error = ConfigError(f"{call.title}: {text}; make this call when restore() has returned")
+            self._outbox.append(Finish(ticket, error=error))
+            return
         values = list(call.values())
-        operation = call.run(self._stores[call.store], values)
+        operation = call.run(store, values)
         pending = PendingCall(ticket, call, operation, values, deadline, on_end, limit_s=deadline - now)
         self.pending[ticket] = pending
         self._advance(pending, None, now)

@@ -79,6 +79,8 @@ class WorkerStore:
     """Number of joins that are over, as far as this rank knows."""
     joins_told: int = -1
     """The number that the threads of the script have been told."""
+    is_restoring: bool = False
+    """restore() is under way: calls that push, read or replace values are refused."""
     is_away: bool = False
     """This rank has joined, and not all others have; or it was added, and takes no part yet."""
     is_added: bool = False

@@ -75,6 +75,13 @@ class RestoreCheckpoint(Call):
     tag: str
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
+        store.is_restoring = True
+        try:
+            return (yield from self._restore(store))
+        finally:
+            store.is_restoring = False
+
+    def _restore(self, store: WorkerStore) -> Operation:
         if (yield from barrier(store, RESTORE, f"restore({self.tag!r})")):
             return Restored(store.restored)  # a predecessor made this call, and the job went on
         told, is_odd = "", False

@@ -365,6 +365,25 @@ def test_and_gives_a_store_the_values_of_one() -> None:
     assert heard(server.say(0, Find("kv", ("b",))), FoundAll)[0].found[0].dtype == 1
 
 
+def test_restore_refuses_a_read_that_waits_for_pushes_to_the_values_before() -> None:
+    server = with_shelf()
+    server.init("b", [0.0])
+    for number in (0, 1):
+        for rank in (0, 1):
+            server.push(rank, "b", [1.0], number)
+    assert not heard(server.push(1, "b", [1.0], 2, pull=True), Pulled), "rank 0 has not pushed"
+    server.say(0, REVIVE)
+    (read,) = [order for order in server.orders() if isinstance(order, Read)]
+    said = server.disk(Loaded(image_of(3.0, 4.0), read.for_whom))
+    assert refusal([each for each in said if each.to == b"w1"]).startswith(
+        "ConfigError: restore() gave key 'b' of store 'kv' other values while this call waited for pushes"
+    )
+    assert heard(said, Revived)
+    for rank in (0, 1):
+        said = server.push(rank, "b", [1.0], 2, pull=True)
+    assert heard(said, Pulled), "the next rounds are numbered from the checkpoint"
+
+
 @pytest.mark.spec("R147")
 def test_other_ranks_may_not_and_without_a_place_nobody_can() -> None:
     assert "rank 1 may not restore a store; only rank 0 may" in refusal(with_shelf().say(1, REVIVE))

@@ -5,12 +5,12 @@ import torch
 
 from kvps.core.worker import calls
 from kvps.dtypes import BY_NAME
-from kvps.errors import StorageError, Timeout
+from kvps.errors import ConfigError, StorageError, Timeout
 from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Revive, Revived
 from kvps.protocol.membership import Barrier, Error, History, HistoryIs, Released
 from kvps.protocol.stores import Declare, Declared, Find, Found, FoundAll, Piece, Place
 from kvps.protocol.values import Pull, Pulled, Push, Stand
-from tests.support.worker_harness import Bench, push
+from tests.support.worker_harness import Bench, pull, push
 
 FLOAT = BY_NAME["float32"].id
 TAKE = calls.TakeCheckpoint("kv", "best")
@@ -54,6 +54,21 @@ class TestCheckpoint:
 
 
 class TestRestore:
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_other_calls_that_push_or_read_are_refused_until_it_has_returned(self, rank: int) -> None:
+        worker = bench(rank)
+        worker.init({"w": torch.zeros(1)})
+        restoring = worker.call(RESTORE)
+        for call in (push({"w": torch.ones(1)}), pull({"w": torch.zeros(1)})):
+            refused = worker.error(worker.call(call))
+            assert isinstance(refused, ConfigError)
+            assert "restore() of store 'kv' is under way and gives its keys other values" in str(refused)
+        assert not worker.sent(Push)
+        worker.scheduler(Error(worker.seqs(Barrier)[-1], ConfigError.code, "another call"))
+        assert isinstance(worker.error(restoring), ConfigError)
+        worker.call(push({"w": torch.ones(1)}))
+        assert worker.sent(Push)
+
     def revive(self, worker: Bench, *cuts: tuple[int, ...], **versions: int) -> None:
         """Let each server say which cuts it has, each at version 5 unless it is named as cNUMBER=."""
         for server, some in enumerate(cuts):
