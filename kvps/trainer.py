@@ -13,10 +13,11 @@ in float32: the first batch size of rank 0 goes to the store's optimizer as a fa
 travel as they are. A step of another batch size scales its gradients by the ratio of the two
 before it pushes them. So batch sizes may change, and differ between workers.
 
-With ``overlap=True`` gradients leave while backward is running (:mod:`kvps.torch.sync.gradient_sync`), and
-``step()`` waits for those that are still in flight. With the optimizer in the store they leave before
-``step(batch_size)`` has been called: they are scaled for the batch size of the step before, or for
-``trainer.batch_size`` if that was set; and it is an error to discard them, since the store has used them.
+Gradients leave in ``step()``, in one call (:mod:`kvps.torch.sync.gradient_sync`), and stay in ``.grad``. With
+``overlap=True`` they leave while backward is running, and ``step()`` waits for those that are still in
+flight. With the optimizer in the store they leave before ``step(batch_size)`` has been called: they are
+scaled for the batch size of the step before, or for ``trainer.batch_size`` if that was set; and it is an
+error to discard them, since the store has used them.
 
 Sparse gradients, of an ``Embedding(sparse=True)``, are pushed as rows to a store that has the optimizer,
 which then updates only these rows. With the optimizer here, the gradients and their sums are sparse again.
@@ -59,7 +60,6 @@ from kvps.torch.sync.parameter_sync import (
     runs_in_store,
     store_of,
 )
-from kvps.torch.sync.sparse_gradients import StepExchange
 from kvps.torch.sync.state_dict import StateInStore, in_words
 from kvps.torch.sync.steps import Described, OwnedSteps, Resumable
 
@@ -214,15 +214,20 @@ class Trainer(Resumable):
             self._agreed.take()
         self.batch_size: float | None = None
         """The batch size for which gradients are scaled that are pushed during backward (``overlap``)."""
+        self._overlaps = overlap
         self._exchange: GradientSync | None = None
-        if overlap and kv is not None:
-            if not isinstance(kv, KVStore):
+        """None where there is nothing to exchange."""
+        if kv is not None:
+            if overlap and not isinstance(kv, KVStore):
                 raise ConfigError(f"overlap=True needs a store of kvps, but {kv.type!r} is a plug-in")
             self._exchange = GradientSync(
-                self._model, before=self._scale, brings_weights=on_store, advice=ADVICE
+                self._model,
+                before=self._scale,
+                brings_weights=on_store,
+                is_stepwise=not overlap,
+                advice=ADVICE,
             )
-            self._exchange.is_held = on_store  # until a batch size is known
-        self._plain = StepExchange(kv, self._params, brings_weights=on_store, lends=self._exchange is None)
+            self._exchange.is_held |= on_store  # until a batch size is known
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -257,24 +262,17 @@ class Trainer(Resumable):
 
     def _drop_step(self, batch_size: float, ignore_stale_grad: bool) -> float:
         positive(batch_size)
-        if self._exchange is not None:
-            self._exchange.begin()
-            for param in self._params.values():
-                param.grad = None  # as behind a step that is made
+        assert self._exchange is not None
+        self._exchange.begin()
+        for param in self._params.values() if self._overlaps else ():
+            param.grad = None  # as behind a step that is made
         return self._model.passed_over(self._wanted())
 
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
         batch = positive(batch_size)
         names = self._with_gradients(ignore_stale_grad)
-        if self._exchange is not None:
-            self._finish(self._exchange, names, batch)
-            return
-        factor = self._agreed.size(batch) / batch
-        self._send_rates()
-        self._plain.update(names, factor)
-
-    def _finish(self, exchange: GradientSync, names: list[str], batch: float) -> None:
-        """Make a step whose gradients may have been pushed already."""
+        exchange = self._exchange
+        assert exchange is not None
         if exchange.values and batch != self.batch_size:
             exchange.abandon()
             raise ConfigError(
@@ -283,14 +281,15 @@ class Trainer(Resumable):
                 f"trainer.batch_size = {batch:g} before backward(), or create the Trainer without overlap"
             )
         self.batch_size = batch
+        spent = names if self._overlaps else [name for name in names if self._params[name].grad is None]
         try:
             self._exchanged(exchange, names)
             exchange.bring_weights()
         finally:
             exchange.begin()
-            exchange.is_held = False
-            for name in names:
-                self._params[name].grad = None  # it holds weights
+            exchange.is_held = not self._overlaps
+            for name in spent:
+                self._params[name].grad = None  # it holds weights, or was taken as 0
 
     def _exchanged(self, exchange: GradientSync, names: list[str]) -> None:
         """Send the gradients that have not left, and wait for all."""
@@ -333,15 +332,14 @@ class Trainer(Resumable):
         names = self._with_gradients(ignore_stale_grad)
         if self._owned is not None:
             self._owned.let_pass()
-        if self._exchange is not None:
-            exchange = self._exchange
+        exchange = self._exchange
+        if exchange is None:
+            self._fill(names)
+            return
+        try:
             self._model.survive(lambda: self._exchanged(exchange, names), is_step=True)
+        finally:
             exchange.begin()
-            return
-        self._fill(names)
-        if self._kv is None:
-            return
-        self._model.survive(lambda: self._plain.sum_up(names), is_step=True)
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the parameters by their ``.grad / batch_size``: the second half of :meth:`step`.

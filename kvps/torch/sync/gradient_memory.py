@@ -21,18 +21,15 @@ Where servers read no memory of this process, as those on other hosts, there are
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvps.errors import KvpsError
 from kvps.net.memory import keep_freed_memory
 from kvps.store.base import Store
 from kvps.store.server_store import DistStore
-from kvps.torch.sync.parameter_hooks import watch
 
 _NUMPY_LACKS = {torch.bfloat16: torch.int16}
 """Element types that numpy does not have, and types of the same size."""
@@ -86,24 +83,6 @@ class GradientMemory:
         self._places: dict[str, Place] = {}
         self._known: set[str] = set()
         """The parameters that have a place, or get none."""
-
-    def watch(self) -> None:
-        """Move each gradient from now on, until nothing refers to this object any more."""
-        if self._kv is None:
-            return
-        for name, param in self._params.items():
-            if param.requires_grad:
-                watch(self.take, name, param)
-
-    @contextmanager
-    def lent(self, names: Sequence[str]) -> Iterator[None]:
-        """Push and pull inside; get places for the next gradients before, and leave them if that fails."""
-        self.prepare(names)
-        try:
-            yield
-        except KvpsError:
-            self.give_up(names)
-            raise
 
     def prepare(self, names: Sequence[str]) -> None:
         """Get places for the next gradients of these parameters, where they have none.

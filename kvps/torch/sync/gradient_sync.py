@@ -37,9 +37,10 @@ import torch
 from kvps.errors import ConfigError, EpochChanged, KvpsError
 from kvps.phrases import names_in_words
 from kvps.runtime.device import CallsBehindKernels, is_away
-from kvps.runtime.ticket import Handle
+from kvps.runtime.ticket import Handle, finished
 from kvps.store.arguments import is_row
 from kvps.store.base import Store
+from kvps.store.kvstore import KVStore
 from kvps.store.rows import has_rows
 from kvps.store.server_store import DistStore
 from kvps.torch.sync.gradient_memory import GradientMemory
@@ -91,6 +92,8 @@ class GradientSync:
         is_released: gradients in flight may be waited for in the next step (:meth:`release`).
         is_whole: all gradients of a step leave in one call, as one step of a store that clips
             their global norm.
+        is_stepwise: gradients stay the script's until :meth:`complete`, and leave in one call. Weights
+            that come back go straight to the parameters, and ``.grad`` is as before.
         advice: for the front end's user.
     """
 
@@ -106,6 +109,7 @@ class GradientSync:
         is_awaited: bool = False,
         is_released: bool = False,
         is_whole: bool = False,
+        is_stepwise: bool = False,
         advice: Advice = OPTIMIZERS,
     ) -> None:
         self._model = model
@@ -116,16 +120,17 @@ class GradientSync:
         self._is_released = is_released
         self.scale = 1.0
         """The factor of gradients before they leave."""
-        self.is_held = False
+        self._is_stepwise = is_stepwise
+        self.is_held = is_stepwise
         """Gradients stay until :meth:`complete` is called."""
         self._is_local = False
         """This pass only adds up; another one will let the gradients leave."""
         # Other stores' calls may be collective: all ranks make them in the order of their scripts.
-        has_servers = isinstance(model.kv, DistStore)
-        devices = {param.device for param in model.params.values() if has_servers and is_away(param)}
+        is_early = isinstance(model.kv, DistStore) and not is_stepwise
+        devices = {param.device for param in model.params.values() if is_early and is_away(param)}
         self._begin_call: Callable[[Callable[[], Handle]], Pending] = _now
         """Begins a call of the store."""
-        self._follows_chunks = not devices
+        self._follows_chunks = is_early and not devices
         """Whether a bucket waits for the gradients that complete its chunks; a call that disturbs
         nothing may carry parts of chunks."""
         if devices:
@@ -133,7 +138,7 @@ class GradientSync:
             self._begin_call = lambda call: BegunElsewhere(behind.begin(call))
         sizes = {name: param.numel() * param.element_size() for name, param in model.params.items()}
         self._is_whole = is_whole
-        if is_whole:
+        if is_whole or is_stepwise:
             limit_bytes = sum(sizes.values()) + 1
         elif limit_bytes is None:
             limit_bytes = bucket_bytes(model.kv.chunk_bytes, is_on_device=bool(devices))
@@ -141,7 +146,7 @@ class GradientSync:
         self._tables = SparseGradients.of(model.kv, brings_weights=brings_weights)
         # A gradient that is waited for in the next step would lie where that step's is computed.
         self._memory = GradientMemory(None if is_released else model.kv, model.params)
-        self._holder = holder_of(model.kv) if brings_weights else None
+        self._holder = holder_of(model.kv) if brings_weights and not is_stepwise else None
         self._away: dict[str, InFlight] = {}
         self.values: dict[str, torch.Tensor] = {}
         """Name -> the tensor of a gradient that has left in this step, and of the value that came back."""
@@ -157,7 +162,7 @@ class GradientSync:
         self._advice = advice
         self._is_begun = False
         self._end = PassEnd()
-        self.hooks = ParameterHooks(model, passes, self._on_gradient)
+        self.hooks = ParameterHooks(model, passes, self._memory.take if is_stepwise else self._on_gradient)
 
     # --- backward ---------------------------------------------------------------------------------
 
@@ -266,10 +271,11 @@ class GradientSync:
                 self._is_begun = True
                 self._before()
                 self._prepare()
-            self._leave_dense([name for name in names if name not in tables], sparse, number)
             for name in [name for name in names if name in tables]:
                 self._leave_rows(name, number)
+            self._leave_dense([name for name in names if name not in tables], sparse, number)
         except KvpsError as error:
+            self._memory.give_up(names)
             self._failure = error
 
     def _prepare(self) -> None:
@@ -286,8 +292,13 @@ class GradientSync:
             return
         values = [self._dense(name) for name in names]
         self.values.update(zip(names, values, strict=True))
-        if self.scale != 1.0:
-            with torch.no_grad():
+        out = values
+        with torch.no_grad():
+            if self._is_stepwise and self._brings_weights:
+                out = [self._model.params[name].detach() for name in names]
+                if self.scale != 1.0:
+                    values = list(torch._foreach_mul(values, self.scale))
+            elif self.scale != 1.0:
                 torch._foreach_mul_(values, self.scale)
         by_name = dict(zip(names, values, strict=True))
         bucket: InFlight
@@ -295,18 +306,27 @@ class GradientSync:
             held = partial(self._holder.pushpull_held, names, values, number)
             bucket = HeldBucket(by_name, self._begin_call(held))
         else:
-            pushpull = partial(
-                self._model.kv.pushpull, names, values, out=values, priority=number, async_op=True
-            )
             bucket = GradientBucket(
                 by_name,
-                self._begin_call(cast("Callable[[], Handle]", pushpull)),
+                self._begin_call(partial(self._pushpull, names, values, out, number)),
                 self._divisor,
                 sparse & by_name.keys(),
                 is_marked=adds_plainly(self._model.kv),
             )
-        for name in names:
-            self._has_left(name, bucket)
+        self._have_left(names, bucket)
+
+    def _pushpull(
+        self, names: list[str], values: list[torch.Tensor], out: list[torch.Tensor], number: int
+    ) -> Handle:
+        kv = self._model.kv
+        if isinstance(kv, KVStore) and not self._is_stepwise:
+            return cast("Handle", kv.pushpull(names, values, out=out, priority=number, async_op=True))
+        if isinstance(kv, KVStore):
+            kv.pushpull(names, values, out=out)
+        else:
+            for index, name in enumerate(names):  # a plug-in need not take lists
+                kv.pushpull(name, values[index], out=out[index], priority=-index)
+        return Handle(finished(), lambda: None)
 
     def _leave_rows(self, name: str, number: int) -> None:
         """Push a gradient's rows."""
@@ -317,12 +337,13 @@ class GradientSync:
         if self.scale != 1.0:
             gradient = gradient * self.scale
         wait = self._tables.begin(name, gradient, number, param)
-        self._has_left(name, SparseBucket(name, value, wait, self._divisor))
+        self._have_left([name], SparseBucket(name, value, wait, self._divisor))
 
-    def _has_left(self, name: str, away: InFlight) -> None:
-        self.hooks.leave(name)
-        self._away[name] = away
-        self._note(name)
+    def _have_left(self, names: list[str], away: InFlight) -> None:
+        self._away.update(dict.fromkeys(names, away))
+        for name in () if self._is_stepwise else names:
+            self.hooks.leave(name)
+            self._note(name)
 
     def nothing_for(self, name: str) -> torch.Tensor:
         """Return a gradient of 0 for a parameter, in the layout in which its gradients leave."""
@@ -382,6 +403,9 @@ class GradientSync:
             for name in reversed(self._model.trained)  # as backward makes them
             if name not in self.values and self._model.params[name].grad is not None
         ]
+        if self._is_stepwise:
+            self._leave(left[::-1])
+            return
         for name in left:
             self._leave(self._buckets.add(name))
         self._leave(self._buckets.flush())
@@ -445,11 +469,12 @@ class GradientSync:
             elif not self._is_there(name, param.grad):
                 with torch.no_grad():
                     param.grad.copy_(value)
-            self._note(name)
+            if not self._is_stepwise:
+                self._note(name)
 
     def bring_weights(self) -> None:
         """Write the values that are back to the parameters."""
-        for bucket in self._arrived:
+        for bucket in () if self._is_stepwise else self._arrived:
             bucket.bring(bucket.values, self._model.params)
 
     def release(self) -> dict[str, InFlight]:
