@@ -381,7 +381,7 @@ class DistributedOptimizer(WrappedOptimizer):
         is_scaled = "found_inf" in vars(self)
         has_more = self._steps.is_behind or self._owned.has_pre_hooks
         is_bound = self._is_synchronized or has_more
-        return late.may_defer and not (is_scaled or is_bound or closure)
+        return not (late.is_compiled or is_scaled or is_bound or closure)
 
     def _put_off(self, late: DeferredUpdates) -> None:
         self._check_unchanged()
@@ -393,7 +393,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 return
             self._exchange.complete()
             self._add_unused()
-            late.put_off(self._exchange.release())
+            late.put_off_step(self._exchange.release())
             self._exchange.is_held = self._is_late
         except EpochChanged as error:
             self._model.go_on(error)

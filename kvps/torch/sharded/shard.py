@@ -36,7 +36,7 @@ from kvps.net.memory import be_tight
 from kvps.store.create import create_dist, options_of
 from kvps.store.kvstore import KVStore
 from kvps.store.server_store import DistStore
-from kvps.torch.sharded.gradient_sender import GradientHooks, GradientSender, RemoteOptimizer, ReplayingSender
+from kvps.torch.sharded.gradient_sender import GradientHooks, GradientSender, RemoteOptimizer
 from kvps.torch.sharded.initial_upload import Init, check_init, upload
 from kvps.torch.sharded.param_groups import GroupHooks, cut
 from kvps.torch.sharded.residency import Residency
@@ -142,10 +142,8 @@ class Sharded(Resumable):
         self._begin()
         self._steps = self._rule.steps
         self._steps.choose(Sharded._make_step, Sharded._drop_step, lambda sharded: sharded._weights.forget())
-        sender = ReplayingSender if self._steps.is_behind else GradientSender
-        self._gradients = GradientHooks(
-            self._rule, sender(kv, sizes, largest), passes, self._weights.free, self._rule.go_on
-        )
+        sender = GradientSender(kv, sizes, largest)
+        self._gradients = GradientHooks(self._rule, sender, passes, self._weights.free, self._rule.go_on)
         self._passes = GroupHooks(
             self._blocks,
             params,
