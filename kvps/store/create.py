@@ -13,7 +13,7 @@ from typing import Any
 from kvps import config
 from kvps.core.nonfinite import ACTIONS
 from kvps.core.placement import BIGARRAY_BOUND
-from kvps.core.server.options import LATE, POLICIES, check_options
+from kvps.core.server.options import LATE, check_options
 from kvps.errors import ConfigError
 from kvps.observe import logs
 from kvps.phrases import COMING
@@ -37,6 +37,8 @@ SHARED_CHUNK_BYTES, PROCESS_CHUNK_BYTES = 32 << 20, 4 << 20
 """Bytes of a chunk: between hosts, where the first chunk should arrive early; on one host, where
 fewer messages are cheaper, through loopback sockets and through shared memory; and within one process."""
 STALENESS = 4
+OPTION_OF = {"staleness": "ssp", "average": "sync", "quorum": "sync", "on_server_lost": "sync"}
+"""Option -> the only mode that has it."""
 RESERVED = "kvps."
 """The prefix of the names of the front ends' own stores."""
 
@@ -148,18 +150,19 @@ def create(
         return _ring(kind, own, "allreduce", shared.timeout_s)
     opened = _opened(
         kind,
-        staleness,
-        on_worker_lost,
-        deterministic,
-        bigarray_bound,
-        host_aggregation,
-        on_nonfinite,
-        average,
+        shared,
+        staleness=staleness,
+        deterministic=deterministic,
+        bigarray_bound=bigarray_bound,
+        host_aggregation=host_aggregation,
+        on_nonfinite=on_nonfinite,
+        average=average,
+        quorum=quorum,
+        grace=grace,
+        late=late,
     )
-    opened = _with_quorum(_rebuilding(opened, kind, on_server_lost), kind, quorum, grace, late)
     session = process.session(shared.timeout_s)
-    named = replace(opened, store=_named(session, name), chunk_bytes=default_chunk_bytes(session))
-    return DistStore(kind, session, _following(named, session), shared)
+    return _in_cluster(kind, session, opened, _named(session, name), shared)
 
 
 def create_own(store: str, owner: str, options: StoreOptions, *, average: bool = False) -> Store:
@@ -205,35 +208,35 @@ def create_dist(
     kind = kind_of(store)
     if not kind.is_distributed:
         return _local(kind, "local", ACTIONS[0], StoreOptions())
-    opened = _opened(kind, None, options.on_worker_lost, False, None, None, ACTIONS[0], average)
-    if kind.mode == "sync":  # others of a front end hold what no worker does
-        opened = _rebuilding(opened, kind, options.on_server_lost)
-    opened = _with_quorum(opened, kind, quorum, grace, late)
+    # The other stores of a front end hold what no worker does: only rounds are made again.
+    kept = options if kind.mode == "sync" else replace(options, on_server_lost=SERVER_POLICIES[0])
+    opened = _opened(kind, kept, average=average, quorum=quorum, grace=grace, late=late)
     session = process.session(options.timeout_s)
-    name = session.next_name(RESERVED + owner)
-    named = replace(opened, store=name, chunk_bytes=default_chunk_bytes(session))
-    return DistStore(kind, session, _following(named, session), options)
+    return _in_cluster(kind, session, opened, session.next_name(RESERVED + owner), options)
 
 
-def _following(opened: Open, session: WorkerSession) -> Open:
-    """Return the store as it is in the job of a session, whose workers may come and go.
+def _in_cluster(
+    kind: Kind, session: WorkerSession, opened: Open, name: str, options: StoreOptions
+) -> DistStore:
+    """Return a store of the cluster, whose workers may come and go.
 
     Raises:
         ConfigError: if the store needs the workers that there were at the beginning.
     """
-    if not session.info.most:
-        return opened
-    if opened.rebuilds:
-        raise ConfigError(
-            f"on_server_lost='rebuild' needs the values that all workers hold, and {COMING}; give "
-            "on_server_lost='checkpoint'"
-        )
-    return replace(opened, bundles=False)  # a bundle waits for all workers of its host
+    if session.info.most:
+        if opened.rebuilds:
+            raise ConfigError(
+                f"on_server_lost='rebuild' needs the values that all workers hold, and {COMING}; give "
+                "on_server_lost='checkpoint'"
+            )
+        opened = replace(opened, bundles=False)  # a bundle waits for all workers of its host
+    opened = replace(opened, store=name, chunk_bytes=default_chunk_bytes(session))
+    return DistStore(kind, session, opened, options)
 
 
 def _local(kind: Kind, name: str, on_nonfinite: str, options: StoreOptions) -> DistStore:
     """Return a store whose server is in this process: with one worker, its sum is the mean."""
-    opened = _opened(kind, None, POLICIES[0], False, None, False, on_nonfinite, False)
+    opened = _opened(kind, StoreOptions(), host_aggregation=False, on_nonfinite=on_nonfinite)
     named = replace(opened, store=name, mode="sync", chunk_bytes=PROCESS_CHUNK_BYTES)
     # With it come the rules of servers, which a worker of a cluster should not have to load.
     from kvps.runtime.in_process import InProcessSession
@@ -271,75 +274,66 @@ def _refuse_servers_options(**given: object) -> None:
 
 def _opened(
     kind: Kind,
-    staleness: int | None,
-    on_worker_lost: str,
-    deterministic: bool,
-    bigarray_bound: int | None,
-    host_aggregation: bool | None,
-    on_nonfinite: str,
-    average: bool,
+    shared: StoreOptions,
+    *,
+    staleness: int | None = None,
+    deterministic: bool = False,
+    bigarray_bound: int | None = None,
+    host_aggregation: bool | None = None,
+    on_nonfinite: str = ACTIONS[0],
+    average: bool = False,
+    quorum: object = None,
+    grace: object = "auto",
+    late: object = LATE[0],
 ) -> Open:
-    if staleness is not None and kind.mode != "ssp":
-        raise ConfigError(f"staleness= is an option of dist_ssp, not of {kind.type}")
+    """Return what servers are told of a store; they check that the job has as many workers as its quorum.
+
+    Raises:
+        ConfigError: for a number or word that cannot be meant, or an option of another kind of store.
+    """
+    rebuilds = shared.on_server_lost != SERVER_POLICIES[0]
+    wanted = {
+        "staleness": staleness is not None,
+        "average": average,
+        "quorum": quorum is not None,
+        "on_server_lost": rebuilds,
+    }
+    for name, mode in OPTION_OF.items():
+        if wanted[name] and kind.mode != mode:
+            raise ConfigError(f"{name}= is an option of dist_{mode}, not of {kind.type}")
     bound = STALENESS if staleness is None else staleness
     if type(bound) is not int or not 0 <= bound < 1 << 63:
         raise ConfigError(f"staleness={staleness!r}: use a number of pushes, 0 to 2**63 - 1")
-    if average and kind.mode != "sync":
-        raise ConfigError(
-            f"average= is an option of dist_sync, not of {kind.type}: it applies each push by itself"
-        )
-    return Open(
-        "",
-        kind.mode,
-        bound if kind.mode == "ssp" else 0,
-        bool(deterministic),
-        on_worker_lost,
-        config.bigarray_bound(bigarray_bound, BIGARRAY_BOUND),
-        bundles=config.host_aggregation(host_aggregation) and kind.mode == "sync" and not deterministic,
-        on_nonfinite=on_nonfinite,
-        average=bool(average),
-    )
-
-
-def _rebuilding(opened: Open, kind: Kind, on_server_lost: str) -> Open:
-    """Return the options of a store that is made again, or not, when a server is lost.
-
-    Raises:
-        ConfigError: for a store that cannot be made again.
-    """
-    if on_server_lost == SERVER_POLICIES[0]:
-        return opened
-    opened = replace(opened, rebuilds=True, bundles=False)
-    if kind.mode != "sync":
-        raise ConfigError(f"on_server_lost={on_server_lost!r} is an option of dist_sync, not of {kind.type}")
-    check_options(replace(opened, chunk_bytes=PROCESS_CHUNK_BYTES))
-    return opened
-
-
-def _with_quorum(opened: Open, kind: Kind, quorum: object, grace: object, late: object) -> Open:
-    """Return the options of a store whose rounds close at a quorum; servers check that the job has
-    as many workers.
-
-    Raises:
-        ConfigError: for a number or word that cannot be meant, or a store without rounds.
-    """
-    if quorum is None:
-        if grace != "auto" or late != LATE[0]:
-            raise ConfigError("grace= and late= are about rounds that close at a quorum: give quorum=, too")
-        return opened
-    if kind.mode != "sync":
-        raise ConfigError(f"quorum= is an option of dist_sync, not of {kind.type}")
-    if type(quorum) is not int or not 1 <= quorum < 1 << 32:
+    if quorum is None and (grace != "auto" or late != LATE[0]):
+        raise ConfigError("grace= and late= are about rounds that close at a quorum: give quorum=, too")
+    if quorum is not None and (type(quorum) is not int or not 1 <= quorum < 1 << 32):
         raise ConfigError(f"quorum={quorum!r:.40}: use a number of workers, 1 or more")
     is_number = isinstance(grace, int | float) and not isinstance(grace, bool)
     if grace != "auto" and not (is_number and 0 <= grace < 1e9):  # type: ignore[operator]  # it is a number
         raise ConfigError(f"grace={grace!r:.40}: use a number of seconds, 0 or more, or 'auto'")
+    # A bundle waits for all workers of its host.
+    may_bundle = kind.mode == "sync" and not (deterministic or rebuilds or quorum)
+    opened = Open(
+        "",
+        kind.mode,
+        bound if kind.mode == "ssp" else 0,
+        bool(deterministic),
+        shared.on_worker_lost,
+        config.bigarray_bound(bigarray_bound, BIGARRAY_BOUND),
+        bundles=config.host_aggregation(host_aggregation) and may_bundle,
+        on_nonfinite=on_nonfinite,
+        average=bool(average),
+        rebuilds=rebuilds,
+    )
+    if rebuilds:
+        check_options(replace(opened, chunk_bytes=PROCESS_CHUNK_BYTES))
+    if quorum is None:
+        return opened
     return replace(
         opened,
         quorum=quorum,
         grace_s=-1.0 if grace == "auto" else float(grace),  # type: ignore[arg-type]  # as above
         late=checked_late(late),
-        bundles=False,  # a bundle waits for all workers of its host
         on_worker_lost="shrink" if opened.on_worker_lost == "wait" else opened.on_worker_lost,
     )
 
