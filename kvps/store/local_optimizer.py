@@ -16,7 +16,6 @@ import torch
 from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.core.optim.sparse_update import may_be_lazy, update_rows
 from kvps.core.optim.torch_rules import State, Terms, create
-from kvps.dtypes import Spec
 from kvps.errors import Mismatch, StorageError
 from kvps.store import optimizer_state
 from kvps.store.rows import has_rows, rows_of
@@ -87,66 +86,22 @@ class ServerRules:
         self._steps[key] = step = self._steps.get(key, 0) + 1
         return Terms(step, *self.hyper.for_key(key))
 
-    def forget(self, key: str) -> None:
-        """Begin the state of ``key`` anew."""
-        self._states.pop(key, None)
-        self._steps.pop(key, None)
 
-    def save(self, path: str) -> None:
-        """Write all states to ``path``.
-
-        Raises:
-            StorageError: if it cannot be written.
-        """
-        optimizer_state.save(path, self.hyper, self.all_states())
-
-    def all_states(self) -> optimizer_state.States:
-        """Return all states, on the CPU."""
-        return {
-            key: (step, {name: row.cpu().clone() for name, row in self._states[key].items()})
-            for key, step in self._steps.items()
-        }
-
-    def load(self, path: str, weights: Mapping[str, torch.Tensor]) -> None:
-        """Put back what :meth:`save` wrote, for the same ``weights``.
-
-        Raises:
-            StorageError: if the file cannot be read.
-            Mismatch: if it holds the states of another optimizer or of other keys.
-        """
-        specs: dict[str, Spec] = {key: spec_of(weight) for key, weight in weights.items()}
-        states = optimizer_state.plain(optimizer_state.load(path, self.hyper), path)
-        optimizer_state.demand_fit(states, specs, path)
-        self.put(states, weights)
-
-    def put(self, found: optimizer_state.States, weights: Mapping[str, torch.Tensor]) -> None:
-        """Go on with the states that :meth:`all_states` gave, for the same ``weights``."""
-        for key, (step, rows) in found.items():
-            device = weights[key].device
-            self._steps[key] = step
-            self._states[key] = {name: row.to(device) for name, row in rows.items()}
-
-
-class RulesOptimizer:
+class RulesOptimizer(ServerRules):
     """:class:`ServerRules` on the tensors of a model."""
 
     def __init__(self, params: Mapping[str, torch.Tensor], hyper: HyperParams) -> None:
+        super().__init__(hyper)
         self._params = params
-        self._rules = ServerRules(hyper)
 
     @property
     def learning_rate(self) -> float:
         """The learning rate, without multipliers."""
-        return self._rules.hyper.number("lr")
+        return self.hyper.number("lr")
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate; multipliers stay."""
-        self._rules.set_rate(self._rules.hyper.with_lr(lr))
-
-    def forget(self) -> None:
-        """Begin all states anew."""
-        for name in self._params:
-            self._rules.forget(name)
+        self.set_rate(self.hyper.with_lr(lr))
 
     def step(self, names: Sequence[str], scale: float) -> None:
         """Update the parameters ``names`` by ``scale`` times their ``.grad``."""
@@ -160,7 +115,7 @@ class RulesOptimizer:
             row = data.reshape(-1)  # a copy, unless contiguous
             gradient = param.grad.detach()
             dense = gradient.to_dense() if gradient.is_sparse else gradient
-            self._rules.update(name, row, dense.reshape(-1), scale)
+            self.update(name, row, dense.reshape(-1), scale)
             if row.data_ptr() != data.data_ptr():
                 data.copy_(row.view(data.shape))
 
@@ -169,26 +124,47 @@ class RulesOptimizer:
         table = data.contiguous().view(len(data), -1)  # a copy, unless contiguous
         rows = rows_of(name, spec_of(data), gradient)
         given = (rows.inorder if scale == 1.0 else rows.inorder * scale).to(data.device)
-        self._rules.update_rows(name, table, rows.ids.to(data.device), given)
+        self.update_rows(name, table, rows.ids.to(data.device), given)
         if table.data_ptr() != data.data_ptr():
             data.copy_(table.view(data.shape))
 
+    def forget(self) -> None:
+        """Begin all states anew."""
+        self._states.clear()
+        self._steps.clear()
+
     def all_states(self) -> optimizer_state.States:
         """Return all states, on the CPU."""
-        return self._rules.all_states()
+        return {
+            key: (step, {name: row.cpu().clone() for name, row in self._states[key].items()})
+            for key, step in self._steps.items()
+        }
 
     def put(self, found: optimizer_state.States) -> None:
-        """Go on with the states that :meth:`all_states` gave."""
+        """Go on with the states that :meth:`all_states` gave, and no others."""
         self.forget()
-        self._rules.put(found, self._params)
+        for key, (step, rows) in found.items():
+            self._steps[key] = step
+            self._states[key] = {name: row.to(self._params[key].device) for name, row in rows.items()}
 
     def save(self, path: str) -> None:
-        """Write all states to ``path``."""
-        self._rules.save(path)
+        """Write all states to ``path``.
+
+        Raises:
+            StorageError: if it cannot be written.
+        """
+        optimizer_state.save(path, self.hyper, self.all_states())
 
     def load(self, path: str) -> None:
-        """Put back what :meth:`save` wrote."""
-        self._rules.load(path, self._params)
+        """Put back what :meth:`save` wrote, for the same parameters.
+
+        Raises:
+            StorageError: if the file cannot be read.
+            Mismatch: if it holds the states of another optimizer or of other keys.
+        """
+        states = optimizer_state.plain(optimizer_state.load(path, self.hyper), path)
+        optimizer_state.demand_fit(states, {key: spec_of(param) for key, param in self._params.items()}, path)
+        self.put(states)
 
 
 class TorchOptimizer:
