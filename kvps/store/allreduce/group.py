@@ -80,20 +80,17 @@ class CollectiveGroup:
         self.number += 1
         if self._is_alone:
             return
-        digests = self._gathered(torch.frombuffer(bytearray(digest), dtype=torch.int64))
-        if all(torch.equal(row, digests[0]) for row in digests):
+        other = self._other_than_first(digest)
+        if other is None:
             return
         text = words.encode()[:WORDS_BYTES].ljust(WORDS_BYTES)
         texts = [
             row.numpy().tobytes().decode(errors="ignore").rstrip()
             for row in self._gathered(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         ]
-        own = self.rank if not torch.equal(digests[self.rank], digests[0]) else 0
-        other = next(rank for rank, row in enumerate(digests) if not torch.equal(row, digests[own]))
-        first, second = sorted((own, other))
         raise Mismatch(
-            f"store {self._name!r}: call {self.number} of rank {first} is {texts[first]}, that of rank "
-            f"{second} is {texts[second]}. Nothing was summed. In an allreduce store, all ranks must make "
+            f"store {self._name!r}: call {self.number} of rank 0 is {texts[0]}, that of rank "
+            f"{other} is {texts[other]}. Nothing was summed. In an allreduce store, all ranks must make "
             "the same calls in the same order, with the same keys, types, shapes and kind of device; "
             "dist_sync does not need an order"
         )
@@ -111,17 +108,21 @@ class CollectiveGroup:
         packed = msgpack.packb([what, *traits])
         digest = hashlib.sha256(packed).digest()[:16]
         sizes = self._gathered(torch.tensor([len(packed)]))
-        digests = self._gathered(torch.frombuffer(bytearray(digest), dtype=torch.int64))
-        if all(torch.equal(row, digests[0]) for row in digests):
+        other = self._other_than_first(digest)
+        if other is None:
             return []
-        longest = max(int(size) for size in sizes)
-        padded = bytearray(packed.ljust(longest))
+        padded = bytearray(packed.ljust(max(int(size) for size in sizes)))
         rows = self._gathered(torch.frombuffer(padded, dtype=torch.uint8))
-        other = next(rank for rank, row in enumerate(digests) if not torch.equal(row, digests[0]))
         found = [
             dict(msgpack.unpackb(rows[rank].numpy().tobytes()[: int(sizes[rank])])[1:]) for rank in (0, other)
         ]
         raise Mismatch(not_the_same(self._name, what, 0, found[0], other, found[1]))
+
+    def _other_than_first(self, digest: bytes) -> int | None:
+        """Return a rank whose digest is not rank 0's, this one if it can be; None if there is none."""
+        digests = self._gathered(torch.frombuffer(bytearray(digest), dtype=torch.int64))
+        ranks = (self.rank, *range(self.size))
+        return next((rank for rank in ranks if not torch.equal(digests[rank], digests[0])), None)
 
     def sum(self, flats: Sequence[torch.Tensor]) -> None:
         """Put the sum over all ranks into each of these flat tensors, on one device.
