@@ -19,6 +19,7 @@ from kvps.dtypes import Spec
 from kvps.errors import ConfigError, Mismatch
 from kvps.store.arguments import target_of
 from kvps.tensors import NAMES, TORCH, as_tensor
+from kvps.tensors import ids_of as whole_ids
 
 
 class Rows(NamedTuple):
@@ -199,24 +200,7 @@ def ids_of(name: str, spec: Spec | None, given: object) -> torch.Tensor:
         Mismatch: unless they are whole numbers and each is that of a row of the key.
     """
     spec = table_of(name, spec)
-    if isinstance(given, torch.Tensor | np.ndarray):
-        ids = torch.as_tensor(given, device="cpu")
-    elif isinstance(given, list | tuple | range):
-        dtype = torch.int64 if not len(given) else None
-        try:
-            ids = torch.tensor(list(given), dtype=dtype, device="cpu")
-        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-            raise Mismatch(
-                f"key {name!r}: row_ids must be whole numbers of 64 bits, got {given!r:.60}: {error}"
-            ) from None
-    else:
-        raise Mismatch(
-            f"key {name!r}: row_ids must be a tensor, an array or a list of whole numbers, got "
-            f"{type(given).__name__}"
-        )
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-        raise Mismatch(f"key {name!r}: row_ids must be whole numbers, got {ids.dtype}")
-    ids = ids.detach().to(torch.int64)
+    ids = whole_ids(given, f"key {name!r}: row_ids").cpu()
     if ids.numel():
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= spec.shape[0]:
