@@ -63,6 +63,9 @@ def flags_of(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--slow", type=float, default=1.0, help="the last worker takes so many times as long")
     parser.add_argument("--gate", type=float, help="times the median norm from which a worker does not count")
+    parser.add_argument(
+        "--penalty", action="store_true", help="count a worker less whose norm is over the median"
+    )
     parser.add_argument("--broken", type=float, default=1.0, help="times the others' lr of the last worker")
     parser.add_argument(
         "--by-speed",
@@ -119,6 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
             quorum=flags.quorum,
             late=flags.late,
             gate=flags.gate,
+            penalty=flags.penalty,
         )
         stores = list(outer.stores)
     rank, workers = stores[0].rank, stores[0].num_workers

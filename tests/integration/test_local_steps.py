@@ -514,16 +514,19 @@ POISONED = torch.randn(3 + 1, 12, 32, 6, generator=torch.Generator().manual_seed
 """Workers, steps, a batch, and features; the label is the largest of the first three."""
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_poisoned_worker_of_four_ruins_nothing_behind_a_gate(fragments: int) -> None:
+@pytest.mark.parametrize(
+    ("guard", "poison", "fragments"),
+    [({"gate": 4.0}, -1000.0, 1), ({"gate": 4.0}, -1000.0, 2), ({"penalty": True}, -100.0, 1)],
+)
+def test_poisoned_worker_of_four_ruins_nothing(guard: dict[str, Any], poison: float, fragments: int) -> None:
     def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return cross_entropy(model(x), x[..., :3].argmax(-1))
 
-    def trained(rank: int, gate: float | None, poison: float) -> tuple[float, int, Weights]:
+    def trained(rank: int, guard: dict[str, Any], poison: float) -> tuple[float, int, Weights]:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         options: dict[str, Any] = {"sync_every": 2, "fragments": fragments, "alpha": 0.5}
-        with DiLoCo(model, optimizer, "sgd", 1.0, 0.0, gate=gate, **options) as outer:
+        with DiLoCo(model, optimizer, "sgd", 1.0, 0.0, **guard, **options) as outer:
             for x in POISONED[rank]:
                 optimizer.zero_grad()
                 (loss(model, x) * (poison if rank == 3 else 1.0)).backward()
@@ -532,17 +535,33 @@ def test_poisoned_worker_of_four_ruins_nothing_behind_a_gate(fragments: int) -> 
         with torch.no_grad():
             return float(loss(model, POISONED[:3].flatten(0, 2))), outer.gated, weights(model)
 
-    def all_of(gate: float | None, poison: float) -> list[Any]:
-        return run(lambda rank: trained(rank, gate, poison), workers=4)
+    def all_of(guard: dict[str, Any], poison: float) -> list[Any]:
+        return run(lambda rank: trained(rank, guard, poison), workers=4)
 
-    well, gated = all_of(None, 1.0), all_of(4.0, 1.0)
-    assert [closed for _, closed, _ in gated] == [0, 0, 0, 0]
-    for (_, _, plain), (_, _, same) in zip(well, gated, strict=True):
-        assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(plain, same, strict=True))
-    ruined, kept = all_of(None, -1000.0), all_of(4.0, -1000.0)
+    is_gated = "gate" in guard
+    well, guarded = all_of({}, 1.0), all_of(guard, 1.0)
+    assert [closed for _, closed, _ in guarded] == [0, 0, 0, 0]
+    for (_, _, plain), (_, _, same) in zip(well, guarded, strict=True):
+        near = 1e-5 if is_gated else 0.1  # a penalty prefers the shorter
+        assert all(torch.allclose(*pair, atol=near) for pair in zip(plain, same, strict=True))
+    ruined, kept = all_of({}, poison), all_of(guard, poison)
     assert ruined[0][0] > 5 * well[0][0]
     assert kept[0][0] < 1.1 * well[0][0]
-    assert [closed for _, closed, _ in kept] == [0, 0, 0, 12 if fragments == 2 else 6]
+    closed_last = (12 if fragments == 2 else 6) if is_gated else 0
+    assert [closed for _, closed, _ in kept] == [0, 0, 0, closed_last]
+
+
+def test_penalty_is_the_square_of_the_median_over_the_norm() -> None:
+    def work(rank: int) -> tuple[float, float]:
+        gate = Gate("penal", StoreOptions(30.0), 4.0, 1, is_penal=True)
+        shares = gate.share_of(0, [torch.full((1,), [1.0, 1.0, 2.0][rank])])
+        gate.left(0)
+        last = gate.share_of(0, [torch.full((1,), [1.0, 1.0, 8.0][rank])])
+        gate._reports._kv.barrier(timeout=30)
+        gate.close()
+        return shares, last
+
+    assert run(work, workers=3) == [(1, 1), (1, 1), (0.25, 0)]
 
 
 def test_gate_that_cannot_be_is_refused() -> None:
@@ -553,6 +572,7 @@ def test_gate_that_cannot_be_is_refused() -> None:
             ({"gate": True}, "number above 1"),
             ({"gate": 4, "mode": "async"}, "needs mode='sync'"),
             ({"gate": 4, "quorum": 1}, "without quorum="),
+            ({"penalty": True, "mode": "async"}, "penalty= needs mode='sync'"),
         ):
             with pytest.raises(kvps.ConfigError, match=says):
                 DiLoCo(model, optimizer, **options)  # type: ignore[arg-type]  # of several types
@@ -566,12 +586,12 @@ def test_gate_waits_for_the_norms_of_most_workers_that_are_left() -> None:
         gate._timeout_s = 0.5
         if rank == 0:
             with pytest.raises(kvps.Timeout, match=r"1 of 2 workers came to merge 1 of fragment 0 in 0.5 s"):
-                gate.passes(0, [torch.ones(3)])
+                gate.share_of(0, [torch.ones(3)])
         gate._reports._kv.barrier(timeout=30)
         if rank == 1:
             gate.leave()
         else:
-            assert gate.passes(0, [torch.ones(3)])
+            assert gate.share_of(0, [torch.ones(3)]) == 1
         gate.close()
 
     run(work)

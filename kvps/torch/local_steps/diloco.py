@@ -54,7 +54,7 @@ from kvps.torch.local_steps.arguments import (
     warn_unless_entered,
 )
 from kvps.torch.local_steps.fragments import Schedule, fragments_of
-from kvps.torch.local_steps.gate import SHARE, Gate, factor_of
+from kvps.torch.local_steps.gate import Gate, counted, factor_of
 from kvps.torch.local_steps.pace import MeanStore, Pace
 from kvps.torch.sync.agreement import buffers_of, check_plain, demand_same
 from kvps.torch.sync.parameter_sync import carried, check_groups, named
@@ -74,8 +74,8 @@ class FragmentInFlight(NamedTuple):
     handle: Handle
     values: list[torch.Tensor]
     """Its pseudo-gradients, which the merged weights replace."""
-    counts: bool = True
-    """The gate let it pass; else nothing of the local weights remains."""
+    share: float = 1.0
+    """The part of its weight by which it counts; so much of ``alpha`` remains of the local weights."""
 
 
 class DiLoCo:
@@ -114,6 +114,9 @@ class DiLoCo:
         gate: a worker's pseudo-gradient does not count if its norm is over so many times the median of all
             workers' norms, such as 4; None for no gate. It needs three workers or more, ``mode="sync"``,
             ``late="drop"`` and no quorum.
+        penalty: a pseudo-gradient whose norm is over the median of all workers' norms counts less: its
+            weight in the mean is multiplied by the square of the median over its norm. Beside ``gate``, or
+            without it: then it does not count from 1,000 times the median on. It needs what ``gate`` needs.
         quorum: merge when so many workers have pushed and ``grace`` is over, without waiting for the others.
         grace, on_worker_lost, worker_grace: as in :func:`kvps.create`.
         late: as in :func:`kvps.create`. With ``"next"`` no worker's steps are lost, and each push counts as
@@ -167,6 +170,7 @@ class DiLoCo:
         grace: float | str = "auto",
         late: str = "drop",
         gate: float | None = None,
+        penalty: bool = False,
         on_worker_lost: str = "shrink",
         backup_device: torch.device | str | None = None,
         timeout: float = TIMEOUT_S,
@@ -186,7 +190,7 @@ class DiLoCo:
         store = store_type(mode)
         may_adapt = is_dynamic(dynamic_sync_every, mode, len(self._fragments))
         is_mean = has_means(mode, late)
-        factor = factor_of(gate, quorum, is_mean=is_mean)
+        factor = factor_of(gate, penalty, quorum, is_mean=is_mean)
         self._weight = Weight(weight, len(self._fragments), is_mean)
         self._hyper = outer_of(outer, lr, momentum, mode)
         self._outer = OuterNumbers(outer)
@@ -210,7 +214,9 @@ class DiLoCo:
         # Only where each merge is one of all workers do their weights have the same start.
         self._has_common_start = mode == "sync" and quorum is None
         self._mean = MeanStore(self._OWNER, options, compression if self._has_common_start else None)
-        self._gate = None if factor is None else Gate(self._OWNER, options, factor, len(self._fragments))
+        self._gate: Gate | None = None
+        if factor is not None:
+            self._gate = Gate(self._OWNER, options, factor, len(self._fragments), is_penal=penalty)
         self._pace: Pace | None = None
         if may_adapt:
             device = next(iter(self._params.values())).device
@@ -222,6 +228,7 @@ class DiLoCo:
             buffers_of(model),
             fragments=len(self._fragments),
             gate=factor or 0.0,
+            penalty=penalty,
             **({"sync_every": sync_every, "delay": delay} if self._has_common_start else {}),
         )
         self._rescale = 1.0 if is_mean else 1 / self._stores[0].num_workers
@@ -395,9 +402,8 @@ class DiLoCo:
                 "either; and check the loss and the inner learning rate"
             )
         weight = self._weight.of(fragment)
-        counts = self._gate is None or self._gate.passes(fragment, deltas)
-        if not counts:
-            deltas, weight = [torch.zeros_like(delta) for delta in deltas], SHARE * weight
+        share = 1.0 if self._gate is None else self._gate.share_of(fragment, deltas)
+        deltas, weight = counted(share, deltas, weight)
         try:
             handle = self._stores[fragment].pushpull(
                 list(names), deltas, out=deltas, weight=weight, async_op=True
@@ -405,7 +411,7 @@ class DiLoCo:
         except EpochChanged as error:
             self._go_on(error)
             return
-        self._away = FragmentInFlight(handle, deltas, counts)
+        self._away = FragmentInFlight(handle, deltas, share)
         self._weight.left(fragment)
         if self._gate is not None:
             self._gate.left(fragment)
@@ -420,7 +426,7 @@ class DiLoCo:
         ``alpha``."""
         if self._away is None:
             return
-        share = (self._alpha if alpha is None else alpha) * self._away.counts
+        share = (self._alpha if alpha is None else alpha) * self._away.share
         fragment = self._schedule.in_flight
         assert fragment is not None
         began = time.monotonic()
@@ -503,14 +509,10 @@ class DiLoCo:
             else torch.zeros_like(self._start[name], device=param.device)
             for name, param in self._params.items()
         }
-        learned = {name: param - base[name] for name, param in self._params.items()}
-        weight = self._weight.overall()
-        if self._gate is not None and self._gate.is_shut:
-            learned, weight = (
-                {name: torch.zeros_like(value) for name, value in learned.items()},
-                SHARE * weight,
-            )
-        means = self._mean.of(learned, weight)
+        share = 1.0 if self._gate is None else self._gate.share
+        learned = [param - base[name] for name, param in self._params.items()]
+        values, weight = counted(share, learned, self._weight.overall())
+        means = self._mean.of(dict(zip(self._params, values, strict=True)), weight)
         for name, param in self._params.items():
             param.copy_(means[name] + base[name])
 
