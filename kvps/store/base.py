@@ -14,22 +14,21 @@ and ``is_capable``, and works with any class that has them::
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from kvps.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-    from kvps.core.worker.calls import Call
-    from kvps.core.worker.cluster_info import ClusterInfo
-    from kvps.runtime.device import Staging
-    from kvps.runtime.ticket import Ticket
+    from kvps.runtime.in_process import InProcessSession
+    from kvps.runtime.worker_session import WorkerSession
     from kvps.store.optimizer_state import States
 
 S = TypeVar("S", bound="type[KVStoreBase]")
+Session: TypeAlias = "WorkerSession | InProcessSession"
+"""A worker in a cluster, or without one."""
 
 
 class KVStoreBase:
@@ -183,41 +182,3 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Finish pending calls, and end the store."""
-
-
-class Session(Protocol):
-    """A worker: :class:`~kvps.runtime.worker_session.WorkerSession` in a cluster, or
-    :class:`~kvps.runtime.in_process.InProcessSession` without one."""
-
-    names: dict[str, str]
-    """Name of each open store -> its type."""
-    handles: Counter[str]
-    """Name of each open store -> how many objects of this process use it."""
-    staging: Staging
-    published: dict[str, int] | None
-    """Name of each publication -> its last version that is known here; None where other processes can read
-    nothing."""
-
-    @property
-    def rank(self) -> int:
-        """The worker's rank."""
-
-    @property
-    def info(self) -> ClusterInfo:
-        """An immutable copy of what the worker knows of its cluster."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it takes no more calls."""
-
-    def on_resize(self, callback: Callable[[Any], object]) -> None:
-        """Call back with the number of workers each time that it has changed."""
-
-    def figures(self, store: str) -> dict[str, float]:
-        """Return the numbers of a store; asks nobody but the loop of this process."""
-
-    def close_store(self, name: str) -> None:
-        """No object of this process uses a store any more; nobody waits."""
-
-    def call(self, call: Call, timeout_s: float) -> Ticket:
-        """Begin a call."""
