@@ -198,11 +198,13 @@ def _send(kv: KVStore, names: Sequence[str], tensors: Sequence[torch.Tensor], ro
 
 def _store(kvstore: str | KVStore, root: int, options: Options) -> KVStore:
     kv = own_store("broadcast", kvstore, options)
-    if type(root) is not int or not 0 <= root < kv.num_workers:
-        raise ConfigError(
-            f"root_rank={root!r}: there are {kv.num_workers} workers, so use 0 to {kv.num_workers - 1}"
-        )
+    _demand_rank(root, kv.num_workers)
     return kv
+
+
+def _demand_rank(root: object, count: int) -> None:
+    if type(root) is not int or not 0 <= root < count:
+        raise ConfigError(f"root_rank={root!r}: there are {count} workers, so use 0 to {count - 1}")
 
 
 def _named(params: object) -> dict[str, torch.Tensor]:
@@ -292,8 +294,8 @@ def gather_object(
 @torch.no_grad()
 def _gather(obj: Any, name: str | None, root: int | None, kv: KVStore) -> list[Any] | None:
     count, rank = kv.num_workers, kv.rank
-    if root is not None and (type(root) is not int or not 0 <= root < count):
-        raise ConfigError(f"root_rank={root!r}: there are {count} workers, so use 0 to {count - 1}")
+    if root is not None:
+        _demand_rank(root, count)
     error: ConfigError | None = None
     try:
         packed = pack(obj)

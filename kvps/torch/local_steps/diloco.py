@@ -57,7 +57,7 @@ from kvps.torch.local_steps.fragments import Schedule, fragments_of
 from kvps.torch.local_steps.gate import Gate, counted, factor_of
 from kvps.torch.local_steps.pace import MeanStore, Pace
 from kvps.torch.sync.agreement import buffers_of, check_plain, demand_same
-from kvps.torch.sync.parameter_sync import carried, check_groups, named
+from kvps.torch.sync.parameter_sync import carried, check_groups, named, put_back, until_made
 from kvps.torch.sync.steps import Steps
 
 log = logging.getLogger("kvps")
@@ -298,9 +298,8 @@ class DiLoCo:
         if others:
             self._stores[0].pull(list(others), out=list(others.values()))
         for name, value in others.items():
-            tensor = constant[name].detach()
-            if value.dtype != tensor.dtype:
-                tensor.copy_(value.view(tensor.dtype).view(tensor.shape))
+            if value.dtype != constant[name].dtype:
+                put_back(constant[name], value)
         start = {name: value.to(backup or self._params[name].device) for name, value in wide.items()}
         self._bring(start)
         return start
@@ -589,28 +588,21 @@ class DiLoCo:
         log.warning("%s", error)
         self._away = None
         self._schedule.taken()
-        while True:
-            try:
-                for kv, names in zip(self._stores, self._fragments, strict=True):
-                    self._recover(kv, names, error if names[0] in error.before else None)
-                self._begin_again()
-                return
-            except EpochChanged as another:  # a second server was lost meanwhile
-                error = another
+        until_made(self._recover_all, error)
+
+    def _recover_all(self, error: EpochChanged) -> None:
+        for kv, names in zip(self._stores, self._fragments, strict=True):
+            until_made(partial(self._recover, kv, names), error if names[0] in error.before else None)
+        self._begin_again()
 
     def _recover(self, kv: DistStore, names: tuple[str, ...], error: EpochChanged | None) -> None:
         """Give a store what the checkpoint lacks; ``error`` is None if the store has not told of a rollback
         yet."""
-        while True:
-            try:
-                if error is None:
-                    kv.version(names[0])
-                    return
-                new = [name for name in names if name not in error.after]
-                if new:
-                    kv.init(new, [self._start[name] for name in new])
-                if not error.has_optimizer:
-                    self._install(kv)
-                return
-            except EpochChanged as another:
-                error = another
+        if error is None:
+            kv.version(names[0])
+            return
+        new = [name for name in names if name not in error.after]
+        if new:
+            kv.init(new, [self._start[name] for name in new])
+        if not error.has_optimizer:
+            self._install(kv)

@@ -32,6 +32,7 @@ from kvps.runtime.ticket import Handle
 from kvps.store import residual_state
 from kvps.store.create import create_dist
 from kvps.store.options import StoreOptions
+from kvps.torch.sync.parameter_sync import until_made
 
 SILENT_TURNS = 4
 """Turns without a report after which a worker does not count: it is lost, has left, or is stopped."""
@@ -155,17 +156,15 @@ class Reports:
         """Create the table where there is none, and read it; ``error`` is set if servers returned
         to a checkpoint."""
         self.rollbacks += error is not None
-        while True:
-            try:
-                if error is None or REPORTS not in error.after:
-                    self._kv.init(REPORTS, torch.zeros_like(self.table))
-                if error is None or not error.has_optimizer:
-                    self._kv.set_optimizer("assign")
-                self._kv.resume([REPORTS])
-                self._kv.pull(REPORTS, out=self.table)
-                return
-            except EpochChanged as another:
-                error = another
+        until_made(self._read, error)
+
+    def _read(self, error: EpochChanged | None) -> None:
+        if error is None or REPORTS not in error.after:
+            self._kv.init(REPORTS, torch.zeros_like(self.table))
+        if error is None or not error.has_optimizer:
+            self._kv.set_optimizer("assign")
+        self._kv.resume([REPORTS])
+        self._kv.pull(REPORTS, out=self.table)
 
 
 REPORTS = "reports"

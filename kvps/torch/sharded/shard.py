@@ -42,7 +42,7 @@ from kvps.torch.sharded.param_groups import GroupHooks, cut
 from kvps.torch.sharded.residency import Residency
 from kvps.torch.sync.agreement import check_norms, demand_same
 from kvps.torch.sync.parameter_hooks import graph_task
-from kvps.torch.sync.parameter_sync import carried, check_free, is_distributed, named, store_of
+from kvps.torch.sync.parameter_sync import carried, check_free, is_distributed, named, put_back, store_of
 from kvps.torch.sync.state_dict import StateInStore, in_words
 from kvps.torch.sync.steps import Resumable
 
@@ -165,7 +165,7 @@ class Sharded(Resumable):
             self._side = create_dist(self._kv.type, "shard.buffers", options_of(self._kv))
             self._side.init(list(buffers), [carried(buffer) for buffer in buffers.values()])
             for own, found in zip(buffers.values(), self._side.pull(list(buffers)), strict=True):
-                _write(own, found)
+                put_back(own, found)
         self._rule.install(self._rule.wanted())
         self._rule.steps.begin()
 
@@ -305,7 +305,7 @@ class Sharded(Resumable):
         for name, buffer in _lasting(self.module).items():
             value = carried(state_dict[name].to(buffer.dtype) if state_dict else buffer)
             assert self._side is not None, "there are buffers"
-            _write(buffer, self._side.broadcast(name, value, None))
+            put_back(buffer, self._side.broadcast(name, value, None))
 
     def _once(self) -> Iterator[list[str]]:
         """Yield the names of the parameters of each block, except parameters of earlier blocks."""
@@ -393,12 +393,6 @@ def _checked_store(kvstore: object, options: Mapping[str, Any] | None) -> DistSt
             f"store {kv.name!r} computes sums; create it with average=True, or give the name of a store"
         )
     return kv
-
-
-def _write(buffer: torch.Tensor, found: torch.Tensor) -> None:
-    """Write a value from a store, perhaps as bytes."""
-    value = found if found.dtype == buffer.dtype else found.view(buffer.dtype)
-    buffer.detach().copy_(value.view(buffer.shape))
 
 
 def _lasting(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -176,6 +176,9 @@ class GradientSync:
             self._is_local = before
 
     def _on_gradient(self, name: str) -> None:
+        if self._is_stepwise:
+            self._memory.take(name)
+            return
         gradient = self._model.params[name].grad
         if name in self.values:
             self._check_fresh(name, gradient)
@@ -241,7 +244,7 @@ class GradientSync:
 
     def _note(self, name: str) -> None:
         """Note a gradient as it is now, to notice later changes."""
-        gradient = self._model.params[name].grad
+        gradient = None if self._is_stepwise else self._model.params[name].grad
         if gradient is not None:
             self._made[name] = gradient, gradient._version
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -33,6 +33,8 @@ from kvps.tensors import NAMES
 from kvps.torch.sync.steps import Steps
 
 log = logging.getLogger("kvps")
+T = TypeVar("T")
+E = TypeVar("E", EpochChanged, EpochChanged | None)
 
 
 class ParameterSync:
@@ -99,7 +101,7 @@ class ParameterSync:
                 self.install(hyper)
         for tensor, value in zip(tensors.values(), values, strict=True):
             if value.dtype != tensor.dtype:
-                tensor.detach().copy_(value.view(tensor.dtype).view(tensor.shape))
+                put_back(tensor, value)
         if self.steps.is_added and hyper is None:
             error = ConfigError(
                 "this worker was added to a job that runs, and with update_on_kvstore=False only the other "
@@ -191,12 +193,7 @@ class ParameterSync:
         """Take the weights that the servers have now."""
         log.warning("%s", error)
         self._has_returned = True
-        while True:
-            try:
-                self._take_up(error)
-                return
-            except EpochChanged as another:  # a second server was lost meanwhile
-                error = another
+        until_made(self._take_up, error)
 
     def _take_up(self, error: EpochChanged) -> None:
         names = self.trained
@@ -355,6 +352,26 @@ def check_free(kv: Store | None, tensors: Mapping[str, torch.Tensor], owner: str
             f"store {kv.name!r} has {what} already; a {owner} has its own keys and "
             f"optimizer: give each {owner} its own store, or the name of a store"
         )
+
+
+def until_made(act: Callable[[E], T], error: E) -> T:
+    """Return the result of ``act``, which makes what the servers lack since a return.
+
+    Args:
+        act: called with the newest return, again where a second server was lost meanwhile.
+        error: the return; None where none is known.
+    """
+    while True:
+        try:
+            return act(error)
+        except EpochChanged as another:
+            error = another
+
+
+def put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Write to ``tensor`` what :func:`carried` made of a tensor like it."""
+    own = value if value.dtype == tensor.dtype else value.view(tensor.dtype)
+    tensor.detach().copy_(own.view(tensor.shape))
 
 
 def carried(tensor: torch.Tensor) -> torch.Tensor:
