@@ -139,7 +139,11 @@ def judge(
 def problems_of(seen: Seen) -> list[Finding]:
     """Return why a job does not go on, by the answer to LOOK."""
     presence = {member.rank: member.presence for member in seen.members if member.role == Role.WORKER}
-    return [*judge(seen.waits, seen.rounds, lambda rank: presence.get(rank, "")), *_copies(seen)]
+    return [
+        *judge(seen.waits, seen.rounds, lambda rank: presence.get(rank, "")),
+        *_copies(seen),
+        *_moves(seen),
+    ]
 
 
 def _copies(seen: Seen) -> Iterator[Finding]:
@@ -160,6 +164,22 @@ def _copies(seen: Seen) -> Iterator[Finding]:
         text = f"the loss of server {copy.rank} would now cost {cost}: {how}"
         why = f" ({copy.reason})" if copy.reason else ""
         yield Finding(Level.WARN, "copies", text + why, advice, (f"server {copy.rank}",))
+
+
+def _moves(seen: Seen) -> Iterator[Finding]:
+    """Yield the seats of servers that are to move, and have not for a while."""
+    for move in [move for move in seen.moves if not move.is_over and move.ago_s >= STUCK_S]:
+        why = f"{move.who} has not taken it" if move.who else "no process is there that may take it"
+        advice = "it takes the seat once it has all values and no round is open; see the open rounds"
+        yield Finding(
+            Level.WARN,
+            "servers",
+            f"the seat of server {move.rank} has been due to move for {move.ago_s:.0f} s: {why}",
+            advice
+            if move.who
+            else "start kvps-server; kvps-launch -s S:MAX and kvps scale start it themselves",
+            (f"server {move.rank}",),
+        )
 
 
 def _workers(ranks: Sequence[int]) -> tuple[str, ...]:

@@ -42,9 +42,10 @@ class Part:
 
     @property
     def serves(self) -> bool:
-        """Whether it holds a seat of the job, which is not over."""
+        """Whether it holds a seat of the job, which is not over, or asks for one by its rank."""
         member = self.core.member
-        return member.welcome is not None and member.stopped is None and member.error is None
+        is_seated = member.welcome is not None or member.identity.rank is not None
+        return is_seated and member.stopped is None and member.error is None
 
 
 class ServerParts:
@@ -60,7 +61,8 @@ class ServerParts:
         self._threads: dict[threading.Thread, Part] = {}
         self._is_ending = self._retires = False
         self._first: Part | None = None
-        self._last = Exit(0, "")
+        self._last: Exit | None = None
+        """How the part ended that held a seat, and was the last to do so; None while none has."""
 
     def run(self, first: Part, ranks: Sequence[int] = ()) -> Exit:
         """Run ``first`` in this thread, and with it all others; return how the last that served has ended.
@@ -77,7 +79,7 @@ class ServerParts:
         if not self._is_ending:
             while busy := [thread for thread, part in self._living() if part.serves]:
                 busy[0].join(LOOK_EVERY_S)
-                ending = self._last
+                ending = self._last or ending  # where others have its seats, it does not count
         self.end()
         return ending
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -107,6 +108,50 @@ def test_weights_are_those_of_a_run_without_a_move(processes: Processes, replica
     whole = weights_of(processes, "whole", servers, 0, moves=False)
     assert len(whole) == 4
     assert weights_of(processes, "moved", servers, replicas, moves=True) == whole
+
+
+WAITS = """
+import os, time
+import kvps, torch
+kv = kvps.create("dist_sync", timeout=60)
+kv.init("w", torch.zeros(3))
+kv.checkpoint()
+print("ready", flush=True)
+while not os.path.exists("stop"):
+    time.sleep(0.01)
+"""
+
+
+def test_a_restarted_process_takes_the_seats_that_it_held(processes: Processes) -> None:
+    """One of its two seats has moved: that another process has the seat of its rank is no reason to end."""
+    cluster = processes.scheduler(1, 3)
+    words = ("--scheduler", cluster.endpoint)
+
+    def server(ranks: str) -> Process:
+        return cluster.server("--rank", ranks, "--checkpoint-dir", processes.folder / "checkpoints")
+
+    def holders() -> list[int]:
+        asked = processes.start("status", BIN / "kvps", "status", "--json", *words)
+        assert asked.wait() == 0, asked
+        members = [member for member in json.loads(asked.out)["members"] if member["role"] == "server"]
+        return [member["pid"] for member in members if member["state"] == "held"]
+
+    first, second = server("2,0"), server("1")
+    worker = cluster.plain(processes.script(WAITS))
+    worker.expect("ready")
+    third = server("0")
+    scale = processes.start("scale", BIN / "kvps", "scale", "--servers", 3, *words)
+    assert scale.wait(60.0) == 0, scale
+    assert holders() == [first.pid, second.pid, third.pid]
+    third.signal(signal.SIGKILL)
+    third = server("0")
+    until(lambda: holders() == [first.pid, second.pid, third.pid], "another holder of server 2")
+    first.signal(signal.SIGKILL)
+    first = server("2,0")
+    until(lambda: holders() == [first.pid, second.pid, third.pid], "another holder of server 0")
+    (processes.folder / "stop").touch()
+    ended = [process.wait() for process in (worker, first, second, third, cluster.process)]
+    assert ended == [0, 0, 0, 0, 0], first
 
 
 def test_impossible_orders_are_refused(processes: Processes) -> None:

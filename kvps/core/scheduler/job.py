@@ -54,7 +54,8 @@ EXIT_DONE, EXIT_LOST, EXIT_TEMPORARY = 0, 1, 75
 CONCLUDED = 1
 """The ticket of :meth:`Job.conclude`; its value is the number of the last checkpoint, or 0."""
 SERVERS = 7
-"""The ticket that tells how many processes are to hold the seats of servers."""
+"""The ticket that tells how many processes of servers are to run: those that hold seats in the end, and those
+that are being drained."""
 SUSPECT = 5
 """The ticket that asks whether somebody listens at the endpoint of a :class:`Suspect`; the answer, if nobody
 does, is :meth:`~kvps.core.scheduler.scheduler.Scheduler.on_ended`. Asked only in a job with copies."""
@@ -250,9 +251,10 @@ class Job:
             ConfigError: if they cannot.
         """
         self._demand_movable()
+        leaving = self.standbys.moves.leaving
         if self.standbys.moves.scale(servers, waiter, within_s, now):
             self.note("info", f"the seats of servers are spread over {servers} processes")
-            self._outbox.append(Finish(SERVERS, servers))
+            self._outbox.append(Finish(SERVERS, servers + len(leaving)))
             self._begin_to_move(now)
 
     def _demand_movable(self) -> None:
@@ -333,11 +335,7 @@ class Job:
 
     def may_be_spare(self, hello: Hello) -> bool:
         """Whether a server that joins a job with copies finds no seat, as all are held."""
-        wanted = [
-            seat
-            for seat in self.seats.by_node.values()
-            if seat.node.role == hello.role and hello.rank in (None, seat.node.rank)
-        ]
+        wanted = self.seats.wanted(hello)
         is_server = bool(self.standbys.is_on and self.formed and hello.role == Role.SERVER and wanted)
         return is_server and all(seat.links and not seat.is_free_for(hello) for seat in wanted)
 

@@ -162,12 +162,7 @@ class Membership:
         """
         if envelope.incarnation:
             return self._doubt_attaching(route, envelope, hello, now)
-        role = Role(hello.role)
-        wanted = [
-            seat
-            for seat in self.by_node.values()
-            if seat.node.role is role and hello.rank in (None, seat.node.rank)
-        ]
+        wanted = self.wanted(hello)
         held = [seat for seat in wanted if seat.state is State.HELD]
         if not held or any(seat.is_free_for(hello) for seat in wanted):
             return ""
@@ -176,6 +171,17 @@ class Membership:
         for seat in unsure:
             self.claims.challenge(seat.links, since, now)
         return unsure[0].doubt() if unsure else ""
+
+    def wanted(self, hello: Hello) -> list[Seat]:
+        """Return the seats that a newcomer may get: that of its rank, or any where it names none.
+
+        Where a seat has moved, its holder was started with another rank. So if another process holds the seat
+        of a newcomer's rank, the newcomer may get any seat if that one has moved, else each that has.
+        """
+        mine = [seat for seat in self.by_node.values() if seat.node.role == hello.role]
+        own = [seat for seat in mine if hello.rank in (None, seat.node.rank)]
+        is_held = hello.rank is not None and bool(own) and not own[0].is_free_for(hello)
+        return [seat for seat in mine if seat in own or (is_held and (own[0].line or seat.line))]
 
     def _doubt_attaching(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> str:
         seat = self._named_by(envelope, hello)
@@ -191,23 +197,19 @@ class Membership:
     def _choose(self, hello: Hello) -> Seat:
         role = Role(hello.role)
         count = self.count(role)
-        if hello.rank is None:
-            mine = [seat for seat in self.by_node.values() if seat.node.role is role]
-            free = [seat for seat in mine if seat.is_free_for(hello)]
-            if not free:
-                raise ConfigError(
-                    f"the job already has {count} {role}s ({self.settings.size(role)}): start the "
-                    f"scheduler with more {role}s, or start fewer {role}s"
-                )
+        if free := [seat for seat in self.wanted(hello) if seat.is_free_for(hello)]:
             return min(free, key=lambda seat: seat.preference(hello))
+        if hello.rank is None:
+            raise ConfigError(
+                f"the job already has {count} {role}s ({self.settings.size(role)}): start the "
+                f"scheduler with more {role}s, or start fewer {role}s"
+            )
         seat = self.by_node.get(Node(role, hello.rank))
         if seat is None:
             raise ConfigError(
                 f"there is no {role} {hello.rank}: the job has {count} {role}s "
                 f"({self.settings.size(role)}), and ranks begin at 0"
             )
-        if seat.is_free_for(hello):
-            return seat
         if seat.state is State.HELD:
             raise ConfigError(
                 f"rank {hello.rank} is alive: {seat.node} runs as {seat.host}:{seat.pid} "

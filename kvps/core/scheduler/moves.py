@@ -128,16 +128,17 @@ class Moves:
             if order.what == what:
                 order.waiters[waiter] = None
                 return False
-        if self.orders:
-            raise ConfigError(f"{self.orders[0].what} is under way: {what} when that is done")
+        if other := [order.what for order in self.orders if order.servers]:
+            raise ConfigError(f"{other[0]} is under way: {what} when that is done")
         if not 1 <= servers <= count:
             raise ConfigError(
                 f"cannot {what}: this job has {count} seats of servers, which 1 to {count} processes can "
                 f"hold. {self.seats.settings.advice}"
             )
-        holders = self.holders()
-        order_of = sorted(holders, key=lambda host: (len(holders[host]), -holders[host][0].node.rank))
-        self._order(what, within_s, now, waiter, order_of[: max(0, len(holders) - servers)], servers)
+        holders, leaving = self.holders(), self.leaving
+        stay = [process for process in holders if process not in leaving]
+        order_of = sorted(stay, key=lambda host: (len(holders[host]), -holders[host][0].node.rank))
+        self._order(what, within_s, now, waiter, order_of[: max(0, len(stay) - servers)], servers)
         return True
 
     def _order(
@@ -166,7 +167,9 @@ class Moves:
         return found
 
     def _is_spread(self, holders: dict[Process, list[Seat]]) -> bool:
-        """Whether enough processes hold seats, and none could give one to another."""
+        """Whether enough processes hold seats, none of them leaves, and none could give a seat to another."""
+        if not holders.keys().isdisjoint(self.leaving):
+            return False
         wanted = max(order.servers for order in self.orders)
         counts = [len(seats) for seats in holders.values()]
         return not counts or (len(counts) >= wanted and max(counts) - min(counts) < 2)

@@ -4,8 +4,8 @@ import pytest
 
 from kvps.cli.status import screen
 from kvps.observe.document import document_of
-from kvps.observe.findings import Level, problems_of
-from kvps.protocol.membership import Copy, Promotion, Seen
+from kvps.observe.findings import STUCK_S, Level, problems_of
+from kvps.protocol.membership import Copy, Move, Promotion, Seen
 from kvps.tools.dashboard.model import JobModel
 from kvps.tools.doctor.diagnosis import Measurements, diagnose
 from kvps.tools.top import rendered
@@ -64,3 +64,21 @@ def test_doctor_and_top_show_a_job_with_standbys() -> None:
     assert "all 3 members are well" in texts
     assert any("would now cost its part of the values: it has no copy" in text for text in texts)
     assert rendered(JobModel().take(document_of(b"job!", told), 0.0), "", 120, 40)
+
+
+def test_a_seat_that_does_not_move_is_named_by_the_doctor_too() -> None:
+    moves = (
+        Move(0, "b:12", STUCK_S, 0.0, False),
+        Move(1, "", STUCK_S + 2, 0.0, False),
+        Move(2, "", STUCK_S - 1, 0.0, False),
+        Move(3, "b:12", STUCK_S, 1.0, True),
+    )
+    seen = Seen(1, "running", "well", (), (), moves=moves)
+    texts = [
+        "the seat of server 0 has been due to move for 10 s: b:12 has not taken it",
+        "the seat of server 1 has been due to move for 12 s: no process is there that may take it",
+    ]
+    assert [finding.text for finding in problems_of(seen)] == texts
+    asked = diagnose(Measurements("tcp://head:9091", seen=seen))
+    assert [finding.text for finding in asked if finding.topic == "progress"] == texts
+    assert "-> start kvps-server" in screen(document_of(bytes(16), seen))

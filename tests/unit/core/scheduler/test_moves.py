@@ -307,6 +307,45 @@ def test_processes_go_and_come() -> None:
     assert [row(stage, Role.SERVER, rank).host for rank in range(3)] == ["host-s0", "host-s1", "host-s9"]
 
 
+def test_a_change_of_number_joins_a_drain_that_waits() -> None:
+    stage = formed()
+    ask(stage, Drain(1, 60.0))
+    effects = ask(stage, Scale(2, 60.0), "op2")
+    assert not sent(effects, Error), notes(effects)
+    assert Finish(SERVERS, 3) in effects, "two, and the one that leaves"
+    effects = take(stage, "s9")
+    assert sent(effects, Done, "op")
+    assert sent(effects, Done, "op2")
+    assert [row(stage, Role.SERVER, rank).host for rank in range(2)] == ["host-s0", "host-s9"]
+    ask(stage, Drain(1, 60.0))
+    assert not sent(ask(stage, Scale(1, 60.0), "op2"), Done), "two processes hold seats until that is drained"
+    effects = take(stage, "s0", "s0c")
+    assert sent(effects, Done, "op")
+    assert sent(effects, Done, "op2")
+
+
+@pytest.mark.parametrize("asks", [1, 0])
+def test_a_process_takes_a_lost_seat_if_its_own_is_elsewhere(asks: int) -> None:
+    """The seat of rank 1 moved, or the lost one did: in each case the process is not a second one."""
+    stage = formed()
+    ask(stage, Drain(1, 60.0))
+    take(stage, "s9")
+    lost = "s0" if asks else "s9b"
+    stage.drop(lost)
+    effects = stage.hello("again", "server", rank=asks)
+    assert sent(effects, Beat, "again"), "whether the holder is alive is not known yet"
+    assert not sent(effects, Error)
+    effects = stage.wait(3.0, here(stage))
+    effects += stage.hello("again", "server", rank=asks)
+    (welcome,) = sent(effects, Welcome, "again")
+    assert welcome.rank == 1 - asks
+    stage.hello("third", "server", rank=asks)
+    for route in here(stage):
+        stage.alive(route)
+    (error,) = sent(stage.hello("third", "server", rank=asks), Error, "third")
+    assert "was it started twice?" in error.text
+
+
 def test_more_processes_are_waited_for() -> None:
     stage = formed()
     ask(stage, Drain(1, 60.0))
