@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +72,16 @@ class TableState(NamedTuple):
     lr: float
 
 
+class RowWatch(Protocol):
+    """Hears of the changes of a table."""
+
+    def touched(self, slots: Slots) -> None:
+        """Rows at these slots are written, or dropped."""
+
+    def counted(self, ids: Ids, *, are_halved: bool) -> None:
+        """A push of ids without a row was counted; all counts ``are_halved`` since."""
+
+
 class EmbeddingRows:
     """The rows of one table on one server.
 
@@ -96,6 +106,8 @@ class EmbeddingRows:
         """By slot, the version that the last push to it made; 0 where there is no row. Of 64 bits from the
         version on that needs them."""
         self.admission = Admission(recipe.admit) if recipe.admit > 1 else None
+        self.watch: RowWatch | None = None
+        """Hears of what changes; None where no standby is told."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -134,7 +146,10 @@ class EmbeddingRows:
     def counts(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Count a push of ids without a row, each named once; return which of them get a row by it."""
         assert self.admission is not None
-        return self.admission.count(ids)
+        before, admitted = self.admission.counted, self.admission.count(ids)
+        if self.watch is not None:
+            self.watch.counted(ids, are_halved=self.admission.counted != before + len(ids))
+        return admitted
 
     def make_room(self) -> None:
         """Make room for the rows of all slots."""
@@ -150,6 +165,8 @@ class EmbeddingRows:
         if newest > STAMP_MAX and self._stamps.dtype == np.int32:
             self._stamps = self._stamps.astype(np.int64)
         self._stamps.put(slots, versions)
+        if self.watch is not None:
+            self.watch.touched(slots)
 
     # --- rows that go -----------------------------------------------------------------------------
 
@@ -172,6 +189,8 @@ class EmbeddingRows:
 
     def drop(self, slots: Slots) -> None:
         """Drop the rows at these slots."""
+        if self.watch is not None:
+            self.watch.touched(slots)
         self._stamps[slots] = 0
         self.arenas.forget(slots)
         self.index.drop(slots)

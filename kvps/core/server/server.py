@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from kvps import protocol as p
@@ -129,6 +130,8 @@ class Server(Core):
         """Takes in the copy of a seat; None on a server that has a seat."""
         self._was_promoted = False
         """It has taken the seat that it followed, with all that was there."""
+        self._serve = self._on_worker
+        """Does what a worker asks; while the seat moves, less."""
         self._restoring: deque[Iterator[None]] = deque()
         """Restorations that have begun: another item, another block is restored."""
         self._retires = ""
@@ -182,7 +185,7 @@ class Server(Core):
         elif type(packet.message) not in ANSWERS:  # an answer to our HELLO or NORMS is never answered
             try:
                 if packet.envelope.role is Role.WORKER:
-                    self._on_worker(route, packet, now)
+                    self._serve(route, packet, now)
                     if self._replicator is not None:
                         self._replicator.note(packet.message)
                 elif packet.envelope.role is Role.READER:
@@ -480,7 +483,7 @@ class Server(Core):
             self._outbox.append(Finish(WANTED))
         if is_moving and mine and self._replicator is None:
             self._replicator = mover = Handover(self.member, self._outbox, self.publications)
-            self._on_worker = self._unless_left(mover, self._on_worker)  # type: ignore[assignment, method-assign]
+            self._serve = partial(self._unless_left, mover)
             self.member.standing = mover.standing
             mover.attach(self.context, self.control, self.rules)
             self.rules.recompose()
@@ -490,20 +493,13 @@ class Server(Core):
         if is_moving and not mine and self._replicator is not None:
             self._replicator.detach()
             self._replicator = self.member.standing = None
-            del self._on_worker
+            self._serve = self._on_worker
             self.rules.recompose()
 
-    @staticmethod
-    def _unless_left(
-        mover: Handover, serve: Callable[[Route, Packet, float], None]
-    ) -> Callable[[Route, Packet, float], None]:
-        """Return what carries a worker's request out, unless it is left to the next holder of the seat."""
-
-        def on_worker(route: Route, packet: Packet, now: float) -> None:
-            if isinstance(packet.message, p.Hello | p.Pong) or not mover.leaves(packet.message, now):
-                serve(route, packet, now)
-
-        return on_worker
+    def _unless_left(self, mover: Handover, route: Route, packet: Packet, now: float) -> None:
+        """Do what a worker asks, unless it is left to the next holder of the seat."""
+        if isinstance(packet.message, p.Hello | p.Pong) or not mover.leaves(packet.message, now):
+            self._on_worker(route, packet, now)
 
     def _has_seat(self, view: p.View) -> bool:
         """Return whether a view names this server for its seat."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import starmap
 from typing import NamedTuple, cast
@@ -31,7 +30,6 @@ from kvps.core.effects import Effect, Hold, Route, Send
 from kvps.core.embedding.spec import message_of
 from kvps.core.embedding.table import EmbeddingRows
 from kvps.core.membership_client import MembershipClient
-from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
@@ -40,7 +38,6 @@ from kvps.core.server.replicas.published import PublishedChanges
 from kvps.core.server.replicas.state import by_text, copied_key, settings_of, settled, why_not
 from kvps.core.server.replicas.tables import TableChanges
 from kvps.core.server.rules.book import RuleBook
-from kvps.core.server.rules.rule import Rule
 from kvps.core.server.snapshot.capture import REST
 from kvps.core.server.store import ServerStore
 from kvps.dtypes import BY_NAME
@@ -61,6 +58,8 @@ KEYS_MAX = 256
 
 OF_STORES = (p.Open, p.Close, p.Optimize, p.Rate, p.Join, p.Return, p.Revive)
 """Requests that may change settings of stores."""
+READING = (p.Push, p.Pull, p.PullRows, p.PullChanged)
+"""Requests by which a worker reads values."""
 PUBLISHING = (p.Freeze, p.Put, p.Announce)
 
 
@@ -211,7 +210,9 @@ class Replicator:
         if self._route is None:
             return
         kind = type(message)
-        if kind is p.Load:
+        if isinstance(message, READING):
+            self._note_read(message)
+        elif kind is p.Load:
             load = cast(p.Load, message)
             chunk = self._chunks.by_number[load.chunk]
             for run in load.runs:
@@ -242,6 +243,18 @@ class Replicator:
             self._mark(cast(p.TableRate, message).chunk, 0, 1)
         elif kind in OF_STORES:
             self.note_all(values=kind is p.Revive)
+
+    def _note_read(self, message: p.Push | p.Pull | p.PullRows | p.PullChanged) -> None:
+        """An optimizer that tracks pulls may have noted what a worker has read."""
+        context = self._context
+        if isinstance(message, p.Push | p.Pull):
+            numbers = {message.chunk}
+        else:
+            numbers = {piece.chunk for piece in context.store(message.store).shards[message.key].pieces}
+        for number in numbers:
+            updater = context.store_of(number).updater
+            if updater is not None and updater.tracks_pulls:
+                self._mark(number, 0, self._chunks.by_number[number].used)
 
     def note_all(self, *, values: bool = False) -> None:
         """Settings of any store may have changed; or its ``values``, too."""
@@ -283,24 +296,10 @@ class Replicator:
     def _mark(self, chunk: int, start: int, stop: int) -> None:
         self._ranges.setdefault(chunk, {})[start, stop] = False
 
-    def _watch(self, rule: Rule) -> None:
-        """Note the values that a rule moves."""
-        number, move, skip, apply = rule.chunk.number, rule.move, rule.skip, rule.apply
-
-        def noted(change: Callable[..., None]) -> Callable[..., None]:
-            def moved(span: Span, *rest: object) -> None:
-                if self._route is not None:
-                    self._mark(number, span.start, span.stop)
-                change(span, *rest)
-
-            return moved
-
-        is_plain = type(rule).apply is Rule.move
-        rule.move, rule.skip = noted(move), noted(skip)  # type: ignore[method-assign]
-        if is_plain:
-            rule.apply = rule.move  # type: ignore[method-assign]
-        elif rule.chunk.embedding is not None:  # it moves before the door ends
-            rule.apply = noted(apply)  # type: ignore[method-assign]
+    def _watch(self, chunk: Chunk, start: int, stop: int) -> None:
+        """Note the values that a rule moves before the door ends."""
+        if self._route is not None:
+            self._mark(chunk.number, start, stop)
 
     # --- sending ------------------------------------------------------------------------------
 

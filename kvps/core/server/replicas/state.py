@@ -23,8 +23,6 @@ def why_not(store: ServerStore) -> str:
         return f"{name} drops updates that are not finite"
     if opened.late == "next":
         return f"{name} counts late pushes in the next round"
-    if store.updater is not None and store.updater.tracks_pulls:
-        return f"the optimizer of {name} depends on what workers have pulled"
     return ""
 
 

@@ -45,29 +45,20 @@ class TableChanges:
         self._slots: list[Slots] = []
         self._counted: list[Ids] = []
         self._are_all_counts_new = True
-        stamp, drop, counts = table.stamp, table.drop, table.counts
+        table.watch = self
 
-        def stamped(slots: Slots, versions: int | Slots, newest: int) -> None:
-            self._slots.append(slots)
-            stamp(slots, versions, newest)
+    def touched(self, slots: Slots) -> None:
+        """Rows at these slots are written, or dropped."""
+        self._slots.append(slots)
 
-        def dropped(slots: Slots) -> None:
-            self._slots.append(slots)
-            drop(slots)
-
-        def counted(ids: Ids) -> npt.NDArray[np.bool_]:
-            assert table.admission is not None
-            self._counted.append(ids)
-            before, admitted = table.admission.counted, counts(ids)
-            self._are_all_counts_new |= table.admission.counted != before + len(ids)  # they were halved
-            return admitted
-
-        table.stamp, table.drop, table.counts = stamped, dropped, counted  # type: ignore[method-assign]
+    def counted(self, ids: Ids, *, are_halved: bool) -> None:
+        """A push of ids without a row was counted; all counts ``are_halved`` since."""
+        self._counted.append(ids)
+        self._are_all_counts_new |= are_halved
 
     def end(self) -> None:
         """Let the table tell nothing any more."""
-        for name in ("stamp", "drop", "counts"):
-            del self.table.__dict__[name]
+        self.table.watch = None
 
     @property
     def are_left(self) -> bool:

@@ -12,7 +12,7 @@ from kvps.core.server.context import RequestContext
 from kvps.core.server.rules.clipped import Clipped, StepNorms
 from kvps.core.server.rules.finite import Finite
 from kvps.core.server.rules.published import PublishedAssign, PublishedOptimize
-from kvps.core.server.rules.rule import BLOCK_COUNT, Assign, Gate, Optimize, Refused, Rule, Workshop
+from kvps.core.server.rules.rule import BLOCK_COUNT, Assign, Gate, Optimize, Refused, Rule, Watched, Workshop
 from kvps.core.server.rules.table import Table, move_tables
 from kvps.core.server.rules.whole_tensor import GlobalNorms, WholeTensor
 from kvps.core.server.sessions import PendingRead
@@ -56,8 +56,9 @@ class RuleBook:
         self.workers = workers
         self.is_torn = False
         """An update failed half-way: some values are of no version."""
-        self.watch: Callable[[Rule], None] | None = None
-        """Called with each rule that is composed, where a standby is told what it moves."""
+        self.watch: Callable[[Chunk, int, int], None] | None = None
+        """Called with the elements of a chunk that are about to move, where a standby is told of them; rules
+        have to be composed anew after it is set."""
         self._rules = Composed(self._compose)
         self.rule: Callable[[int], Rule] = self._rules.__getitem__
         """Returns the rule of a chunk, by its number; raises ProtocolError if there is no such chunk."""
@@ -82,10 +83,8 @@ class RuleBook:
 
     def _compose(self, number: int) -> Rule:
         chunk = self._chunks.at(number)
-        rule = self._gated(self._mover(self._context.stores[chunk.store], chunk))
-        if self.watch is not None:
-            self.watch(rule)
-        return rule
+        mover = self._mover(self._context.stores[chunk.store], chunk)
+        return self._gated(mover if self.watch is None else Watched(mover, self.watch))
 
     def _mover(self, store: ServerStore, chunk: Chunk) -> Rule:
         """Return what changes the values of a chunk."""
@@ -99,7 +98,7 @@ class RuleBook:
     def _gated(self, rule: Rule) -> Rule:
         """Return a mover behind the rules that delay, drop or refuse updates."""
         store, chunk, updater = rule.store, rule.chunk, rule.store.updater
-        if isinstance(rule, Table):  # it has an optimizer of its own
+        if chunk.embedding is not None:  # it has an optimizer of its own
             return rule
         if updater is not None and updater.needs_norms:
             rule = WholeTensor(rule, self.norms)
@@ -159,7 +158,9 @@ class RuleBook:
         """
         store.set_rate(lr)
         for rule in self._rules.values():
-            mover = rule.inner if isinstance(rule, Gate) else rule
+            mover = rule
+            while isinstance(mover, Gate):
+                mover = mover.inner
             if isinstance(mover, Optimize) and mover.store.updater is not None:
                 mover.install(mover.store.updater)
 

@@ -303,8 +303,39 @@ class Gate(Rule):
         self.inner.prepare()
         super().prepare()
 
+    def skip(self, span: Span, due: PendingUpdate) -> None:
+        """See :meth:`Rule.skip`."""
+        self.inner.skip(span, due)
+
     def write(self, span: Span, due: PendingUpdate, norms: torch.Tensor | None) -> None:
         """See :meth:`Rule.write`."""
+        self.inner.write(span, due, norms)
+
+
+class Watched(Gate):
+    """Tells ``watch`` which elements a mover is about to move; the innermost rule before the mover."""
+
+    def __init__(self, inner: Rule, watch: Callable[[Chunk, int, int], None]) -> None:
+        super().__init__(inner)
+        self._watch = watch
+
+    def check(self, message: Push) -> None:
+        """See :meth:`Rule.check`; a table refuses it."""
+        self.inner.check(message)
+
+    def apply(self, span: Span, due: PendingUpdate, norms: torch.Tensor | None = None) -> None:
+        """Apply an update to the mover; a table lets it wait."""
+        self._watch(self.chunk, span.start, span.stop)
+        self.inner.apply(span, due)
+
+    def skip(self, span: Span, due: PendingUpdate) -> None:
+        """See :meth:`Rule.skip`."""
+        self._watch(self.chunk, span.start, span.stop)
+        self.inner.skip(span, due)
+
+    def write(self, span: Span, due: PendingUpdate, norms: torch.Tensor | None) -> None:
+        """See :meth:`Rule.write`."""
+        self._watch(self.chunk, span.start, span.stop)
         self.inner.write(span, due, norms)
 
 

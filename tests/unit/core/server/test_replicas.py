@@ -17,7 +17,6 @@ from kvps.core.placement import home
 from kvps.core.server.participation import KEPT_S
 from kvps.core.server.replicas import primary
 from kvps.core.server.replicas.primary import AGAIN_S, DISMISS_S
-from kvps.core.server.replicas.state import why_not
 from kvps.core.server.snapshot.storage import Loaded, Read
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Message, Packet
@@ -319,13 +318,29 @@ def test_a_job_whose_workers_come_and_go_is_not_copied() -> None:
     assert not any(standing.level for standing in pair.standby.standings)
 
 
-@pytest.mark.spec("R501")
-def test_optimizers_that_track_pulls_cannot_be_copied() -> None:
-    pair, _ = trained()
-    store = pair.primary.server.context.stores["kv"]
-    assert not why_not(store)
-    pair.do(0, optimizing("dcasgd", 2, True, lr=0.5))
-    assert "depends on what workers have pulled" in why_not(store)
+@pytest.mark.parametrize("reads", ["keys", "rows"])
+def test_standby_knows_what_each_worker_has_read(reads: str) -> None:
+    pair = Pair()
+    item = pair.primary
+    item.open("async")
+    item.init("w", [1.0, 2.0, 3.0])
+    item.optimizer("dcasgd", lr=0.5, momentum=0.5)
+    (piece,) = item.pieces["w"]
+    pair.level()
+    for rank, number in ((0, 0), (1, 0), (0, 1)):
+        if reads == "keys":
+            asks = (p.Ask(piece.start, piece.size, 0, 0),)
+            pair.do(rank, p.Pull(piece.chunk, True, asks))
+        else:
+            pair.do(rank, p.PullRows("kv", "w", 0, 0, 2), torch.tensor([0, 2]))
+        pair.pump()
+        pair.do(1 - rank, of(1 - rank, push(piece, number)), torch.tensor([1.0, 2.0, 0.5]))
+        pair.pump()
+    ends = [stage.server.context.chunks.by_number[piece.chunk] for stage in (item, pair.standby)]
+    first, other = [{name: row[:3].tolist() for name, row in (chunk.state or {}).items()} for chunk in ends]
+    assert first == other
+    assert {"velocity", "read.0", "read.1"} <= first.keys()
+    assert alike(pair)
 
 
 def test_stores_and_keys_come_and_go() -> None:
