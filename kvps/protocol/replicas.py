@@ -120,6 +120,18 @@ class CopyKeys(Message):
     gone: tuple[str, ...]
 
 
+class CopiedDrop(NamedTuple):
+    """The last update of a key that was not made, since its gradient was not finite."""
+
+    rank: int
+    """Whose push it was, plus 1; 0 for a round."""
+    start: int
+    number: int
+    values: int
+    ranks: tuple[int, ...]
+    """From ``start`` on as in PULLED."""
+
+
 @tag(58)
 class CopyValues(Message):
     """Primary to standby: neighbouring elements of a chunk, their history and the optimizer's states."""
@@ -135,6 +147,8 @@ class CopyValues(Message):
     head_start: dict[str, int]
     clock_from: dict[str, int]
     fields: tuple[Field, ...]
+    dropped: tuple[CopiedDrop, ...] = ()
+    """Updates of these elements that readers are told of."""
 
     def payload_sizes(self) -> tuple[int, ...]:
         """The values, then one frame per field."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.server.server import Server
 from tests.simulation import test_compression as compression
 from tests.simulation import test_embeddings as embeddings
+from tests.simulation import test_nonfinite as nonfinite
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults, Process
 from tests.simulation.training import (
@@ -212,6 +214,16 @@ def test_a_primary_whose_values_are_pulled_compressed_may_die_at_any_packet() ->
     job.ways, job.faults = ["pushpull", "push", "push, pull", "pushpull"], Faults(in_order=True)
     job.store = Store(bigarray_bound=16)
     end_at_each_packet(job, lose_primary, (once_level(compression.train)[0], compression.is_trained))
+
+
+@pytest.mark.parametrize("mode", ["skip", "error"])
+def test_a_primary_that_drops_updates_may_die_at_any_packet(mode: str) -> None:
+    job = nonfinite.Flawed(5, 2, 2, 4, SIZES, has_optimizer=True, replicas=1)
+    job.ways, job.faults = ["pushpull", "push", "push, pull", "pushpull"], Faults(in_order=True)
+    job.store = Store(bigarray_bound=16, on_nonfinite=mode)
+    job.flaws = {(1, 1, "w"): (2, math.nan), (0, 1, "big"): (0, math.inf), (0, 2, "big"): (89, -math.inf)}
+    job.flaws[1, 3, "w"] = 0, math.nan
+    end_at_each_packet(job, lose_primary, (once_level(nonfinite.train)[0], nonfinite.is_trained))
 
 
 def is_given_up(primary: Process) -> bool:

@@ -12,6 +12,7 @@ import sys
 
 from kvps import protocol as m
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.replicas import CopiedDrop
 from kvps.protocol.wire import encode
 
 JOB = bytes(range(16))
@@ -317,7 +318,19 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         ),
         (
             SERVER,
-            m.CopyValues(3, 1, 0, 2, 6, 5, {"0": 6, "1": 7}, {"0": 1}, {}, (m.Field("momentum", 1, 2),)),
+            m.CopyValues(
+                chunk=3,
+                dtype=1,
+                start=0,
+                size=2,
+                version=6,
+                step=5,
+                pushed={"0": 6, "1": 7},
+                head_start={"0": 1},
+                clock_from={},
+                fields=(m.Field("momentum", 1, 2),),
+                dropped=(CopiedDrop(2, 0, 4, 1, (1,)),),
+            ),
             (floats(1.0, -2.0), floats(0.25, 4.0)),
         ),
         (SERVER, m.CopyLevel(), ()),

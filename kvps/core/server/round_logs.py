@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from kvps.core.effects import Note
 from kvps.core.nonfinite import Flaw, describe
+from kvps.protocol.replicas import CopiedDrop
 from kvps.protocol.stores import Piece
 from kvps.protocol.values import Ask, Dropped
 
@@ -59,6 +60,23 @@ class NonFiniteLog:
         for piece in pieces if self._is_error else ():
             last = self._last.setdefault((piece.chunk, rank), {})
             last[piece.start] = Dropped(piece.start, number, *flaw)
+
+    def within(self, chunk: int, start: int, stop: int) -> tuple[CopiedDrop, ...]:
+        """Return the last dropped updates of all readers in a range of ``chunk``, for another copy."""
+        return tuple(
+            [
+                CopiedDrop(0 if rank is None else rank + 1, *update)
+                for (number, rank), last in self._last.items()
+                for update in last.values()
+                if number == chunk and start <= update.start < stop
+            ]
+        )
+
+    def put(self, chunk: int, dropped: Iterable[CopiedDrop]) -> None:
+        """Take in what another copy returned by :meth:`within`."""
+        for rank, start, number, values, ranks in dropped:
+            last = self._last.setdefault((chunk, rank - 1 if rank else None), {})
+            last[start] = Dropped(start, number, values, ranks)
 
     def among(self, chunk: int, rank: int | None, asks: Sequence[Ask]) -> tuple[Dropped, ...]:
         """Return the last dropped update of each key in these elements of ``chunk``."""

@@ -35,7 +35,7 @@ from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
 from kvps.core.server.publications import Publications
 from kvps.core.server.replicas.published import PublishedChanges
-from kvps.core.server.replicas.state import by_text, copied_key, settings_of, settled, why_not
+from kvps.core.server.replicas.state import by_text, copied_key, settings_of, settled
 from kvps.core.server.replicas.tables import TableChanges
 from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.snapshot.capture import REST
@@ -88,6 +88,9 @@ class Replicator:
         outbox: of the server's doors.
         publications: the versions that are published here.
     """
+
+    copies_late = False
+    """Late pushes that count in an open round are known at the standby."""
 
     def __init__(self, member: MembershipClient, outbox: list[Effect], publications: Publications) -> None:
         self._member = member
@@ -417,7 +420,8 @@ class Replicator:
                 self._stores[name] = store
                 self._say(store.opened)
                 self._note_store(store)
-            self.reason = self.reason or why_not(store)
+            if store.counts_late and not self.copies_late:
+                self.reason = f"store {name!r} counts late pushes in the next round"
             settings = settings_of(store, ended.of(name))
             before = self._settings.get(name)
             if settings != before:
@@ -475,7 +479,7 @@ class Replicator:
 
     def _copy_values(self, chunk: Chunk, start: int, stop: int) -> None:
         """Send elements of a chunk, by spans."""
-        width = BY_NAME[chunk.dtype].itemsize
+        width, drops = BY_NAME[chunk.dtype].itemsize, self._stores[chunk.store].drops
         for span in list(chunk.spans_in(start, stop)):
             low, high = max(span.start, start), min(span.stop, stop)
             rows = {name: self._own(tensor[low:high]) for name, tensor in (chunk.state or {}).items()}
@@ -493,6 +497,7 @@ class Replicator:
                 by_text(span.head_start),
                 by_text(span.clock_from),
                 fields,
+                () if drops is None else drops.within(chunk.number, low, high),
             )
             payload = (chunk.buffer.octets[low * width : high * width], *map(to_frame, rows.values()))
             self._say(message, payload, chunk.buffer.hold())

@@ -258,6 +258,8 @@ class Follower:
                 chunk.back.revive(begin, residual[begin - start : end - start])
         if states:
             store.restore(chunk, start, stop, message.step, states)
+        if store.drops is not None:
+            store.drops.put(chunk.number, message.dropped)
         for span in chunk.cut(start, stop):
             _put_history(span, message)
         self.copied_bytes += sum([frame.nbytes for frame in payload])

@@ -1,4 +1,4 @@
-"""The state of a store, a key and a span as a standby is told of it, and which stores cannot be copied."""
+"""The state of a store, a key and a span as a standby is told of it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,6 @@ from kvps.core.server.store import ServerStore
 from kvps.dtypes import BY_NAME
 
 REFUSALS_MAX = 64
-
-
-def why_not(store: ServerStore) -> str:
-    """Return why a store cannot be copied; empty if it can."""
-    opened, name = store.opened, f"store {store.name!r}"
-    if opened.on_nonfinite != "apply":
-        return f"{name} drops updates that are not finite"
-    if opened.late == "next":
-        return f"{name} counts late pushes in the next round"
-    return ""
 
 
 def settings_of(store: ServerStore, life: StoreLife | None) -> p.CopyStore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from kvps import protocol as p
 from kvps.core.effects import Exit, Finish
 from kvps.core.membership_client import Identity
+from kvps.core.server.chunks.rounds import LateSpan
 from kvps.core.server.replicas.handover import GATE_S, PATIENCE_S, PAUSE_S, Handover
 from kvps.core.server.server import SILENT_S, STAYS, WANTED, Server
 from kvps.protocol.envelope import Role
@@ -227,6 +229,23 @@ def all_of(pair: Mover, number: int, count: int) -> None:
     message = p.Push(first.chunk, 1, (0,), 1.0, True, (p.Run(first.start, 3 * count, number),))
     for rank in range(2):
         pair.do(rank, of(rank, message), torch.arange(3.0 * count) + rank)
+
+
+def test_a_store_that_counts_late_pushes_moves() -> None:
+    pair = Mover()
+    pair.primary.open(late="next", quorum=1, grace_s=9.0, bundles=False)
+    pair.primary.init("w", [1.0, 2.0, 3.0])
+    (piece,) = pair.primary.pieces["w"]
+    late = p.Push(piece.chunk, 1, (0,), 1.0, True, (p.Run(piece.start, 3, 0),), since=(0,))
+    for rank in range(2):
+        pair.do(rank, replace(late, ranks=(rank,)), GRADIENT)
+    pair.name()
+    pair.ask()
+    pair.pump()
+    assert pair.is_level
+    span = pair.standby.server.context.chunks.by_number[piece.chunk].spans[0]
+    assert isinstance(span, LateSpan)
+    assert span.pushed == {0: 1, 1: 1}
 
 
 def many(count: int) -> Mover:

@@ -20,7 +20,8 @@ from kvps.core.server.replicas.primary import AGAIN_S, DISMISS_S
 from kvps.core.server.snapshot.storage import Loaded, Read
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Message, Packet
-from tests.support.server_harness import Seat, ServerStage, heard, opening, optimizing
+from kvps.protocol.values import Dropped
+from tests.support.server_harness import Seat, ServerStage, heard, opening
 
 LIFE = 50
 """The incarnation of the standby."""
@@ -273,19 +274,11 @@ def test_lost_packets_are_sent_again_and_a_silent_standby_is_dismissed() -> None
 
 
 @pytest.mark.spec("R501")
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"on_nonfinite": "skip"}, "drops updates that are not finite"),
-        ({"late": "next", "quorum": 1, "bundles": False}, "counts late pushes in the next round"),
-    ],
-)
-def test_a_store_that_cannot_be_copied_keeps_the_copy_from_being_level(
-    options: dict[str, Any], why: str
-) -> None:
+def test_a_store_that_cannot_be_copied_keeps_the_copy_from_being_level() -> None:
+    why = "counts late pushes in the next round"
     pair, piece = trained()
     pair.level()
-    said = pair.do(0, opening("sync", "other", **options))
+    said = pair.do(0, opening("sync", "other", late="next", quorum=1, bundles=False))
     pair.pump()
     assert not heard(said, p.Done), "the scheduler may still give the seat to the standby"
     assert why in pair.primary.standings[-1].reason
@@ -316,6 +309,29 @@ def test_a_job_whose_workers_come_and_go_is_not_copied() -> None:
     pair.primary.take(pair.primary.server.on_timer(pair.primary.now))
     assert pair.primary.standings[-1].reason == "the workers of the job come and go"
     assert not any(standing.level for standing in pair.standby.standings)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_standby_tells_of_an_update_that_was_dropped(mode: str) -> None:
+    pair = Pair()
+    item = pair.primary
+    item.open(mode, on_nonfinite="error")
+    item.init("w", [1.0, 2.0, 3.0])
+    item.optimizer("sgd", lr=1.0)
+    (piece,) = item.pieces["w"]
+    pair.level()
+    for rank in range(2):
+        values = torch.tensor([1.0, float("nan") if rank else 0.0, 0.5])
+        pair.do(rank, of(rank, push(piece, 0, pull=False)), values)
+    pair.pump()
+    pair.promote()
+    asks = (p.Ask(piece.start, piece.size, 1, 0),)
+    for rank in range(2):
+        (pulled,) = heard(pair.standby.say(rank, p.Pull(piece.chunk, True, asks)), p.Pulled)
+        told = (Dropped(piece.start, 0, 1, (1,)),) if mode == "sync" or rank else ()
+        assert pulled.dropped == told
+    pair.standby.pieces = item.pieces
+    assert pair.standby.values("w") == ([1.0, 2.0, 3.0] if mode == "sync" else [0.0, 2.0, 2.5])
 
 
 @pytest.mark.parametrize("reads", ["keys", "rows"])
