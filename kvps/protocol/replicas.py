@@ -124,7 +124,7 @@ class CopiedDrop(NamedTuple):
     """The last update of a key that was not made, since its gradient was not finite."""
 
     rank: int
-    """Whose push it was, plus 1; 0 for a round."""
+    """Rank of the push, plus 1; 0 for a round."""
     start: int
     number: int
     values: int
