@@ -250,8 +250,9 @@ class EmbeddingTable:
 
     def resume(self, *, timeout: float | None = None) -> int:
         """Number the next pushes from the lowest one that this rank still owes; return it."""
-        owed: int = self._make(calls.ResumeKeys(self.store.name, (self.key,)), timeout)
-        return owed
+        take = calls.TakePlace(self.store.name, (self.key,), replays=False)
+        place: calls.Place = self._make(take, timeout)
+        return place.owed
 
     def _set_rate(self, lr: float, timeout: float | None) -> None:
         self.store._begin()

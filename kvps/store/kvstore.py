@@ -540,8 +540,8 @@ class KVStore(KVStoreBase, abc.ABC):
         self._begin()
         names, _ = names_of(keys)
         self.catch_up = None
-        owed: int = self._call(calls.ResumeKeys(self._name, names), timeout)
-        return owed
+        place: calls.Place = self._call(calls.TakePlace(self._name, names, replays=False), timeout)
+        return place.owed
 
     def barrier(self, name: str | None = None, *, timeout: float | None = None) -> None:
         """Flush, then wait until every worker has called barrier().

@@ -177,7 +177,8 @@ class Store:
         yield self._do(calls.Compress(self.name, rules))
 
     def resume(self, keys: Sequence[str]) -> Script:
-        return (yield self._do(calls.ResumeKeys(self.name, tuple(keys))))
+        place = yield self._do(calls.TakePlace(self.name, tuple(keys), replays=False))
+        return place.owed
 
     def versions(self, keys: Sequence[str]) -> Script:
         return (yield self._do(calls.Versions(self.name, tuple(keys))))

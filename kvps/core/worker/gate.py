@@ -15,14 +15,14 @@ from kvps.core.membership_client import MembershipClient
 from kvps.core.worker.calls.base import Call, PushCall
 from kvps.core.worker.calls.collective import Flush, JoinStore
 from kvps.core.worker.calls.keys import OpenStore
-from kvps.core.worker.calls.resume import ResumeKeys, TakePlace
+from kvps.core.worker.calls.resume import TakePlace
 from kvps.core.worker.connection import Connection
 from kvps.core.worker.failure_policy import FailurePolicy
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import ConfigError, EpochChanged, KvpsError
 from kvps.phrases import some_of
 
-ENTERING = (PushCall, JoinStore, ResumeKeys, TakePlace)
+ENTERING = (PushCall, JoinStore, TakePlace)
 """The calls with which an added worker begins to take part."""
 NAMED_MAX = 3
 """Most keys that the text names."""

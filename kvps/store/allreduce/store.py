@@ -132,8 +132,8 @@ class AllreduceStore(KVStore):
                 return self._pull_rows(call, limit_s)
             case calls.Versions():
                 return self._awaited(call.keys, limit_s, lambda made, name: made.versions[name])
-            case calls.ResumeKeys():
-                return finished(self._resume(call.keys, limit_s))
+            case calls.TakePlace():
+                return finished(self._place(call.keys, limit_s))
             case calls.Init():
                 self._init(call, limit_s)
             case calls.Broadcast():
@@ -198,12 +198,13 @@ class AllreduceStore(KVStore):
         self.wait(collective, limit_s, limit_s)
         deliver(call.sinks, collective.result())
 
-    def _resume(self, names: tuple[str, ...], limit_s: float) -> int:
-        """Return the number of pushes of these keys: no rank is ever replaced."""
+    def _place(self, names: tuple[str, ...], limit_s: float) -> calls.Place:
+        """Return where the pushes of these keys begin: no rank is ever replaced."""
         if not names or not all(name in self._values for name in names):
-            return 0
+            return calls.Place(0, 0)
         versions = self._awaited(names, limit_s, lambda made, name: made.versions[name]).wait()
-        return min(cast("list[int]", versions))
+        found = cast("list[int]", versions)
+        return calls.Place(min(found), max(found))
 
     def _stand(self, call: calls.StandAtBarrier, limit_s: float) -> None:
         if call.failure is not None:

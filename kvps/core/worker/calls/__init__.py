@@ -34,5 +34,5 @@ from kvps.core.worker.calls.optimizer import (
 )
 from kvps.core.worker.calls.publish import Publish
 from kvps.core.worker.calls.refresh import Fresh, Refresh
-from kvps.core.worker.calls.resume import EndReplay, EnterStore, PassOver, Place, ResumeKeys, TakePlace
+from kvps.core.worker.calls.resume import EndReplay, EnterStore, PassOver, Place, TakePlace
 from kvps.core.worker.calls.rows import PullKeyRows, PushKeyRows

@@ -1,7 +1,7 @@
 """The calls of a process that may have taken another's place: where it begins, and how it gets there.
 
 A replacement knows from the servers which push of each key its rank owes next. Its script gets
-there in one of two ways. It may ask for the number and begin there: :class:`ResumeKeys`. Or it
+there in one of two ways, by :class:`TakePlace`. It may ask for the number and begin there. Or it
 runs again from its beginning, as its predecessor did, and *replays*: a front end passes over the
 steps before that number, and the calls that all ranks make together pass at once, because the
 others made theirs with the predecessor (:attr:`WorkerStore.is_replaying`). :class:`PassOver`
@@ -45,32 +45,19 @@ class Place(NamedTuple):
 
 
 @frozen
-class ResumeKeys(Call):
-    """Number the next pushes of ``keys`` from the lowest number that this rank owes on any part;
-    finishes with it."""
-
-    title = "resume()"
-    on_timeout = OnTimeout.RETRY
-
-    keys: tuple[str, ...]
-
-    def run(self, store: WorkerStore, values: Values) -> Operation:
-        place = yield from _take_place(store, self.keys, replays=False)
-        return place.owed
-
-
-@frozen
 class TakePlace(Call):
-    """As :class:`ResumeKeys`, for a script that runs again from its beginning; finishes with the
-    :class:`Place`."""
+    """Number the next pushes of ``keys`` from the lowest number that this rank owes on any part; finishes
+    with the :class:`Place`."""
 
     title = "resume()"
     on_timeout = OnTimeout.RETRY
 
     keys: tuple[str, ...]
+    replays: bool = True
+    """The script runs again from its beginning."""
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
-        return (yield from _take_place(store, self.keys, replays=True))
+        return (yield from _take_place(store, self.keys, self.replays))
 
 
 @frozen

@@ -86,7 +86,7 @@ def test_pull_does_not_enter_and_asks_anew_which_push_is_owed() -> None:
 @pytest.mark.spec("R573")
 def test_resume_enters_and_returns_the_round() -> None:
     worker = added()
-    ticket = worker.call(calls.ResumeKeys("kv", ("w", "new")))
+    ticket = worker.call(calls.TakePlace("kv", ("w", "new"), replays=False))
     enter(worker)
     worker.server(1, FoundAll(worker.seqs(Find, 1)[-1], (Found(0, ()),))) if worker.seqs(Find, 1) else None
     for server in (0, 1):
@@ -97,7 +97,7 @@ def test_resume_enters_and_returns_the_round() -> None:
     resumed(worker, KNOWN, KNOWN)
     finish = worker.finish(ticket)
     assert finish is not None
-    assert finish.value == 0, "of a key that is not there, all pushes are owed"
+    assert finish.value.owed == 0, "of a key that is not there, all pushes are owed"
     assert worker.sent(Resume)[-1] == Resume("kv", 6)
 
 

@@ -280,7 +280,7 @@ class TestRefusals:
     @pytest.mark.spec("R21")
     def test_also_if_the_scheduler_was_asked_something_and_refuses_that(self) -> None:
         worker = small()
-        tickets = [worker.call(calls.ResumeKeys("kv", ("w",)))]
+        tickets = [worker.call(calls.TakePlace("kv", ("w",)))]
         worker.server(0, Pulled(worker.seqs(Pull)[-1], 1, FLOAT, False, (Stand(0, 4, 0, 0),)))
         tickets.append(worker.call(push({"w": torch.ones(4)})))
         worker.scheduler(Error(worker.seqs(Resume)[0], Fenced.code, "worker 0 was replaced"))

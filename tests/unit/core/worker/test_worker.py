@@ -328,7 +328,7 @@ class TestScheduler:
 
     def test_a_late_resume_waits_for_the_scheduler(self) -> None:
         worker = small()
-        ticket = worker.call(calls.ResumeKeys("kv", ()), 1.0)
+        ticket = worker.call(calls.TakePlace("kv", ()), 1.0)
         worker.wait(1.0)
         assert "resume() of store 'kv' is not done: the scheduler has not answered" in str(
             worker.error(ticket)

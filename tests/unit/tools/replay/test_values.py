@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvps.core.worker import calls
-from kvps.core.worker.calls import Call, EndReplay, Place, ResumeKeys, TakePlace
+from kvps.core.worker.calls import Call, EndReplay, Place, TakePlace
 from kvps.errors import KvpsError
 from kvps.tools.replay.values import CLASSES, Decoder, Encoder
 
@@ -70,7 +70,7 @@ def test_every_call_can_be_written_down(call: type[Call]) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [TakePlace("w", ("a",)), ResumeKeys("w", ("a",)), EndReplay("w"), Place(3, 4, True, 1, 2, 0.5)],
+    [TakePlace("w", ("a",)), TakePlace("w", ("a",), False), EndReplay("w"), Place(3, 4, True, 1, 2, 0.5)],
     ids=repr,
 )
 def test_the_calls_of_a_replacement_come_back(value: object) -> None:

@@ -33,7 +33,6 @@ EVERY: list[tuple[Call, str, OnTimeout]] = [
     (calls.Allocate("kv", ()), "empty_like()", RETRY),
     (calls.Locate("kv", ()), "placement()", RETRY),
     (calls.Versions("kv", ()), "version()", RETRY),
-    (calls.ResumeKeys("kv", ()), "resume()", RETRY),
     (calls.TakePlace("kv", ()), "resume()", RETRY),
     (calls.EndReplay("kv"), "the end of a replay", RETRY),
     (calls.EnterStore("kv"), "the entry into a store", CONTINUE),

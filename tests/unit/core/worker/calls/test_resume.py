@@ -112,17 +112,17 @@ def test_the_values_of_a_job_that_goes_on_are_not_those_of_a_checkpoint_again() 
 class TestResume:
     def test_all_is_owed_of_a_key_that_is_not_there(self) -> None:
         worker = ready()
-        ticket = worker.call(calls.ResumeKeys("kv", ("w", "new")))
+        ticket = worker.call(calls.TakePlace("kv", ("w", "new"), replays=False))
         (find,) = worker.sends(Find)
         worker.server(server_of(find), FoundAll(find.packet.envelope.seq, (Found(0, ()),)))
         for server in (0, 1):
             stood(worker, worker.seqs(Pull, server)[0], server, 3, owed=5)
         resumed(worker, replaced=False)
-        assert worker.finish(ticket).value == 0  # type: ignore[union-attr]
+        assert worker.finish(ticket).value.owed == 0  # type: ignore[union-attr]
 
     def begin(self, worker: Bench, *known: HistoryIs, **barriers: int) -> int:
         """Take another's place, which owes push 4."""
-        ticket = worker.call(calls.ResumeKeys("kv", ("w",)))
+        ticket = worker.call(calls.TakePlace("kv", ("w",), replays=False))
         for server in (0, 1):
             stood(worker, worker.seqs(Pull, server)[0], server, 4, owed=4)
         resumed(worker, *known, **barriers)
