@@ -19,10 +19,12 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvps.core.limits import TABLE
 from kvps.net.memory import PAGE_BYTES, give_back, memory_bytes
+from kvps.net.tcp_watch import borrowed, moved
 from kvps.protocol import wire
 from kvps.protocol.values import ROWS_FRAMES_MAX
 
@@ -49,10 +51,6 @@ TELL_EVERY_S = 2.0
 """Shortest time between two log lines about a connection that was closed, in seconds."""
 PETTY_BYTES = 64 << 10
 """A connection with a smaller backlog is never closed for the backlogs of others."""
-
-_TCP_INFO = getattr(socket, "TCP_INFO", 11)
-_RECEIVED_AT = 128
-"""Where in Linux' ``struct tcp_info`` the number of bytes is that were received (since Linux 4.1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +157,11 @@ class Inflow:
         """Close connections of which too much lies here; it is time to look."""
         rests: dict[int, float] = {}
         for fd, connection in list(self.connections.items()):
-            received = _received(fd)
-            if received is None:
+            counted = moved(fd)
+            if counted is None:
                 self.closed(fd)
             else:
-                rests[fd] = received - connection.taken - DRIFT_PER_S * (began - connection.since)
+                rests[fd] = counted.received - connection.taken - DRIFT_PER_S * (began - connection.since)
         for fd, limit in self._excessive(rests):
             self._close(
                 fd, f"it has sent {rests[fd]:.0f} bytes of an incomplete message, and the limit is {limit}"
@@ -211,20 +209,13 @@ class Inflow:
         return idle[: max(0, len(idle) - self._idle_max)]
 
     def _close(self, fd: int, why: str) -> None:
-        try:  # without a copy of the descriptor: there may be none left
-            same = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
-        except OSError:
-            return
-        try:
-            if same.getsockname()[1] != self.port:
-                return  # it broke just now, and the number is another's already
-            peer = same.getpeername()
-        except OSError:
-            return
-        finally:
-            same.detach()
-        if _dissolve(fd):
-            self._tell(f"{peer[0]}:{peer[1]}", why)
+        with suppress(OSError):
+            with borrowed(fd) as connection:
+                if connection.getsockname()[1] != self.port:
+                    return  # it broke just now, and the number is another's already
+                peer = connection.getpeername()
+            if _dissolve(fd):
+                self._tell(f"{peer[0]}:{peer[1]}", why)
 
     def _tell(self, whence: str, why: str) -> None:
         """Say in the log that a connection was closed, unless that was said of another just now."""
@@ -251,24 +242,6 @@ def _dissolve(fd: int) -> bool:
     connect = getattr(ctypes.CDLL(None, use_errno=True), "connect", None)
     nothing = struct.pack("=H14x", socket.AF_UNSPEC)
     return connect is not None and connect(fd, nothing, len(nothing)) == 0
-
-
-def _received(fd: int) -> int | None:
-    """Return how many bytes a connection has carried to us; None where that is not known."""
-    try:
-        borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
-    except OSError:
-        return None
-    try:
-        info = borrowed.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
-    except OSError:
-        return None
-    finally:
-        borrowed.detach()
-    if len(info) < _RECEIVED_AT + 8:
-        return None
-    (received,) = struct.unpack_from("=Q", info, _RECEIVED_AT)
-    return int(received)
 
 
 def _resident_bytes() -> int:

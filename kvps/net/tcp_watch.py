@@ -16,13 +16,15 @@ much of it unread, further answers are dropped. It probes for them when it reads
 
 from __future__ import annotations
 
+import fcntl
 import math
 import socket
 import struct
 import sys
+import termios
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,10 +70,6 @@ class Pulse:
         return now >= self._moved_at + self._silence_s
 
 
-if sys.platform == "linux":
-    import fcntl
-    import termios
-
 CAN_COUNT = sys.platform == "linux"
 _INFO = struct.Struct("@120xQQ")
 """Layout of struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received, which Linux has since 4.1."""
@@ -104,9 +102,25 @@ class Watch:
     connected_at: float = -math.inf
 
 
+@contextmanager
+def borrowed(fd: int) -> Iterator[socket.socket]:
+    """Give the connection of a descriptor, without a copy of that: there may be none left.
+
+    Raises:
+        OSError: if there is no such connection.
+    """
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
+    try:
+        yield connection
+    finally:
+        connection.detach()
+
+
 def moved(fd: int) -> Moved | None:
-    """Return the bytes that the connection of a descriptor has moved; None if there is no connection."""
-    with suppress(OSError), socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as connection:
+    """Return the bytes that the connection of a descriptor has moved; None if that is not known."""
+    if not CAN_COUNT:
+        return None
+    with suppress(OSError), borrowed(fd) as connection:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
         if len(info) == _INFO.size:
             taken, received = _INFO.unpack(info)
