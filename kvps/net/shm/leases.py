@@ -47,29 +47,16 @@ class Lent:
 
     def release(self, message: Release) -> None:
         """The peer has returned leases."""
-        kept = set(message.but)
-        for number in list(self.open):
-            if number >= message.before:
-                break
-            if number not in kept:
-                self._end(number)
+        held = {n: self.open.pop(n) for n in message.but if n < message.before and n in self.open}
+        self.release_below(message.before)
+        self.open = held | self.open
 
-    def release_below(self, before: int) -> None:
-        """The peer holds none of the leases below this number."""
+    def release_below(self, before: float) -> None:
+        """The peer holds none of the leases below this number; infinity if it is gone."""
         while self.open and (number := next(iter(self.open))) < before:
             _, hold = self.open.pop(number)
             if hold is not None:
                 hold.release()
-
-    def end(self) -> None:
-        """The peer is gone, and reads nothing any more."""
-        for number in list(self.open):
-            self._end(number)
-
-    def _end(self, number: int) -> None:
-        _, hold = self.open.pop(number)
-        if hold is not None:
-            hold.release()
 
     def __len__(self) -> int:
         return len(self.open)

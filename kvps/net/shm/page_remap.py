@@ -12,7 +12,6 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,14 +32,6 @@ _MAP_FIXED = 0x10
 
 Ranges = tuple[tuple[int, int], ...]
 """(address, bytes) of each part."""
-
-
-class RemappedPart(NamedTuple):
-    """Neighbouring bytes of one segment."""
-
-    nonce: int
-    offset: int
-    size_bytes: int
 
 
 class PageRemapper:
@@ -85,45 +76,29 @@ class PageRemapper:
 
 def _arrange(mappings: Sequence[Mapping], ranges: Ranges) -> object | None:
     """Map ``ranges`` one behind the other; None if they are not pages of these mappings."""
-    parts = [_part(mappings, *found) for found in ranges]
-    known = [part for part in parts if part is not None]
-    return _stitch(mappings, known) if len(known) == len(parts) and _are_pages(known) else None
-
-
-def _part(mappings: Iterable[Mapping], address: int, size_bytes: int) -> RemappedPart | None:
-    for mapping in mappings:
-        offset = address - mapping.address
-        if 0 <= offset <= mapping.offer.size - size_bytes:
-            return RemappedPart(mapping.offer.nonce, offset, size_bytes)
-    return None
-
-
-def _are_pages(parts: Sequence[RemappedPart]) -> bool:
-    """Whether ``parts`` can be mapped one behind the other."""
-    return all(part.offset % PAGE_BYTES == 0 for part in parts) and all(
-        part.size_bytes % PAGE_BYTES == 0 for part in parts[:-1]
-    )
-
-
-def _stitch(mappings: Iterable[Mapping], parts: Sequence[RemappedPart]) -> object | None:
-    by_nonce = {mapping.offer.nonce: mapping for mapping in mappings}
-    size_bytes = sum(part.size_bytes for part in parts)
+    parts = [
+        next((owner for owner in mappings if 0 <= at - owner.address <= owner.offer.size - size), None)
+        for at, size in ranges
+    ]
+    starts = [at - owner.address for (at, _), owner in zip(ranges, parts, strict=True) if owner is not None]
+    if len(starts) < len(parts) or any(start % PAGE_BYTES for start in starts):
+        return None
+    if any(size % PAGE_BYTES for _, size in ranges[:-1]):
+        return None
+    size_bytes = sum([size for _, size in ranges])
     held = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    address = int(np.frombuffer(held, np.uint8).ctypes.data)
-    at = address
-    for part in parts:
-        fd = by_nonce[part.nonce].open()
+    at = address = int(np.frombuffer(held, np.uint8).ctypes.data)
+    for owner, start, (_, size) in zip(parts, starts, ranges, strict=True):
+        fd = None if owner is None else owner.open()
         if fd is None:
             return None
         try:
-            got = _libc.mmap(
-                at, part.size_bytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, part.offset
-            )
+            got = _libc.mmap(at, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, start)
         finally:
             os.close(fd)
         if got == _FAILED:
             return None
-        at += part.size_bytes
+        at += size
     whole = (ctypes.c_ubyte * size_bytes).from_address(address)
     # Unmapped, as a whole, when nothing refers to it any more.
     whole.held = held  # type: ignore[attr-defined]  # ctypes arrays take attributes

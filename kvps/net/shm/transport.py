@@ -17,6 +17,7 @@ or with another incarnation, and still holds what it held.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
@@ -31,7 +32,7 @@ from kvps.net.memory import keep_freed_memory
 from kvps.net.shm.leases import Borrowed, Lent, PostingsOfPeer
 from kvps.net.shm.page_remap import PageRemapper
 from kvps.net.shm.segment import Mapping, Segment, Unshared
-from kvps.net.transport import Demanded, Disconnected, Encoding, Guard, Refusals, Transport, Unserved
+from kvps.net.transport import Demanded, Disconnected, Encoding, Refusals, Transport, Unserved
 from kvps.protocol.envelope import Envelope, Loan, Message, Packet, maker
 from kvps.protocol.membership import Welcome
 from kvps.protocol.transports import Offer, Release, Taken
@@ -113,7 +114,7 @@ class SharingTransport:
         self._sweep_at = clock() + SWEEP_EVERY_S
         self._is_warned = False
         self._frames_come = False
-        self.wake = inner.wake
+        self.wake, self.guard, self.trust, self.listen = inner.wake, inner.guard, inner.trust, inner.listen
 
     # --- the transport ---------------------------------------------------------------------------
 
@@ -126,14 +127,6 @@ class SharingTransport:
     def reconnects(self) -> int:
         """Number of connections opened here that broke, or that others have replaced."""
         return self._inner.reconnects
-
-    def guard(self, admit: Guard) -> None:
-        """Have ``admit`` judge every packet by its envelope from now on, those about memory among them."""
-        self._inner.guard(admit)
-
-    def trust(self, keys: dict[str, str]) -> None:
-        """Take connections by these session keys."""
-        self._inner.trust(keys)
 
     def connect(self, to: Connect) -> None:
         """Open a connection.
@@ -150,10 +143,6 @@ class SharingTransport:
                 f"{to.to} at {to.endpoint} is on another machine, or KVPS_TRANSPORT=tcp is set there"
             )
         self._inner.connect(to)
-
-    def listen(self, endpoint: str) -> None:
-        """Take connections at ``endpoint``, too."""
-        self._inner.listen(endpoint)
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
         """Send, or drop if there is no peer; by loans where the peer can read them."""
@@ -435,7 +424,7 @@ class SharingTransport:
         for nonce, peer in list(self._peers.items()):
             if peer.mapping.is_there:
                 continue
-            peer.given.end()
+            peer.given.release_below(math.inf)
             del self._peers[nonce]
             if self._segment is not None:
                 self._segment.postings.forget(nonce)
