@@ -158,7 +158,8 @@ class Net:
         unsaid, self._unsaid[kind] = self._unsaid.get(kind, 0), 0
         self._quiet_until[kind] = now + BAD_BYTES_EVERY_S
         if isinstance(error, KvpsError):  # its text says all
-            log.warning("%s: %s", what, error)
+            more = f", and {unsaid} more since the last line of this kind" if unsaid else ""
+            log.warning("%s%s: %s", what, more, error)
         elif is_new:
             log.error(
                 "%s failed, and this process continues without it; please report this as a bug",
@@ -262,17 +263,7 @@ def drive(
     """
     net = Net(clock)
     view = lens or Lens()
-    quiet_until, unsaid = -math.inf, 0
     world = Performer(transport, listener or Listener(), net)
-
-    def complain(error: ProtocolError) -> None:
-        nonlocal quiet_until, unsaid
-        if clock() >= quiet_until:
-            more = f", and {unsaid} more since the last line of this kind" if unsaid else ""
-            quiet_until, unsaid = clock() + BAD_BYTES_EVERY_S, 0
-            log.warning("dropped a message that is not a packet%s: %s", more, error)
-        else:
-            unsaid += 1
 
     def fail(route: Route, envelope: Envelope, error: Exception) -> None:
         world.whose = envelope
@@ -300,7 +291,7 @@ def drive(
             try:
                 arrival = next(arrivals, None)
             except ProtocolError as error:
-                complain(error)
+                net.caught(error, "dropped a message that is not a packet")
                 break
             except (Unserved, Refused) as error:
                 refuse(error)
