@@ -38,7 +38,7 @@ from kvps.store.device_codec import DeviceCodec
 from kvps.store.key_list import KeyList, KeyLists, names_of
 from kvps.store.row_copies import Copies, Marks, changes_of, marks_of
 from kvps.store.rows import apart, have_rows, picks_of, table_of
-from kvps.tensors import row_of, spec_of
+from kvps.tensors import Array, row_of, spec_of
 
 COPY_FALSE = "copy=False returns read-only views of the values and takes no out=; remove out="
 
@@ -252,7 +252,12 @@ class Requests:
         """Return one row for each key: its value as it is, or the sum of its values."""
         values = values_of(names, is_many, value)
         check_values(names, values, self._specs, "push", self._on_device)
+        values = self.decoded(names, values)
         return self.here(names, [reduce(devices, self._on_device) for devices in values], limit_s)
+
+    def decoded(self, names: tuple[str, ...], values: list[list[Array]]) -> list[list[Array]]:
+        """Return the values of each device as they are summed."""
+        return values
 
     def here(
         self, names: tuple[str, ...], values: Sequence[torch.Tensor], limit_s: float
@@ -304,21 +309,15 @@ class ServerRequests(Requests):
         super().compress(rules)
         self.takes_plain = self._codec is None or rules.are_off
 
-    def rows(
-        self, names: tuple[str, ...], is_many: bool, value: object, limit_s: float
-    ) -> tuple[torch.Tensor, ...]:
-        """Return one row for each key; values of devices are compressed and decoded before they
-        are summed."""
+    def decoded(self, names: tuple[str, ...], values: list[list[Array]]) -> list[list[Array]]:
+        """Return the values of each device compressed and decoded, where a codec does that."""
         if self._codec is None or self.compression.are_off:
-            return super().rows(names, is_many, value, limit_s)
-        values = values_of(names, is_many, value)
-        check_values(names, values, self._specs, "push", self._on_device)
+            return values
         settings = [self.setting_of(name) for name in names]
-        decoded = [
+        return [
             devices if setting is None else self._codec.decoded(name, setting, devices)
             for name, setting, devices in zip(names, settings, values, strict=True)
         ]
-        return self.here(names, [reduce(devices, self._on_device) for devices in decoded], limit_s)
 
     def here(
         self, names: tuple[str, ...], values: Sequence[torch.Tensor], limit_s: float

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -41,6 +41,7 @@ from kvps.core.worker.plan import (
     TransferPlan,
     make,
 )
+from kvps.core.worker.row_reads import RowRead
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Packet
@@ -64,24 +65,6 @@ Steps = Generator[Step, list[Packet], None]
 _RUNS, _STAND = itemgetter(1), attrgetter("version", "owed")
 Parts = dict[PieceLocation, tuple[int, int]]
 """Part of a key -> (version, next push number that this rank owes)."""
-
-
-class ReadInParts(Protocol):
-    """A read whose parts may have been answered at different versions."""
-
-    @property
-    def dropped(self) -> Mapping[str, Dropped]:
-        """Key -> the last update that was not made, if the servers tell."""
-
-    @property
-    def is_unwanted(self) -> bool:
-        """Whether the caller stopped waiting, and will not hear of dropped updates."""
-
-    def settle(self, ordered: bool) -> bool:
-        """Note in the keys the pushes that are applied; return whether some parts may lag behind."""
-
-    def lagging(self, store: WorkerStore) -> list[Request]:
-        """Return requests for the parts that lag behind others of their key; none if no key is torn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +316,9 @@ def read(
     return reads
 
 
-def settle_reads(store: WorkerStore, reads: Sequence[ReadInParts], tells: bool = True) -> Steps:
+def settle_reads(
+    store: WorkerStore, reads: Sequence[ReadTracker | RowRead[Any]], tells: bool = True
+) -> Steps:
     """Note what is applied, and read lagging parts again until every key is at one version.
 
     Then tell the caller of dropped updates, unless it stopped waiting: then its next read does.

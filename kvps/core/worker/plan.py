@@ -12,7 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
+from itertools import pairwise, repeat
 from operator import attrgetter, itemgetter
 from types import SimpleNamespace
 from typing import NamedTuple, TypeVar
@@ -358,7 +358,9 @@ class ChunkSlice:
         first = begins[0]
         if [begin - first for begin in begins] == self._begins:
             return _one_storage(parts)
-        return _joined(parts, begins)
+        ends = [begin + part.nbytes for begin, part in zip(begins, parts, strict=True)]
+        starts = [0, *[at for at in range(1, len(parts)) if begins[at] != ends[at - 1]], len(parts)]
+        return [piece for start, stop in pairwise(starts) for piece in _one_storage(parts[start:stop])]
 
     def _parts(self, rows: Rows) -> Rows:
         """Return the part of each row that lies in this share; a whole row as it is."""
@@ -391,19 +393,6 @@ def allocate(plan: TransferPlan, memory: Memory) -> list[torch.Tensor]:
             row = memory.empty(key.spec.count, key.spec.dtype)
         rows.append(row.view(key.spec.shape))
     return rows
-
-
-def _joined(parts: Sequence[torch.Tensor], begins: Sequence[int]) -> list[torch.Tensor]:
-    """Return ``parts``, which begin at these addresses, as flat tensors, neighbours joined."""
-    ends = [begin + part.nbytes for begin, part in zip(begins, parts, strict=True)]
-    pieces: list[torch.Tensor] = []
-    first = 0
-    for index in range(1, len(parts) + 1):
-        if index < len(parts) and begins[index] == ends[index - 1]:
-            continue
-        pieces += _one_storage(parts[first:index])
-        first = index
-    return pieces
 
 
 def _one_storage(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

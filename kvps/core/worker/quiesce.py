@@ -71,7 +71,7 @@ class Quiesce:
         for name, store in self._stores.items():
             if store.ordered:
                 least = max(order.least.get(name, 0), self._limits.get(name, 0))
-                self._limits[name] = max(least, _lead(store))
+                self._limits[name] = max(least, store.pushes)
         held, self.held = self.held, []
         return held
 
@@ -104,7 +104,7 @@ class Quiesce:
         A store that has joined is left out: the others' rounds close without this rank.
         """
         ordered = [(name, store) for name, store in self._stores.items() if store.ordered]
-        return {name: _lead(store) for name, store in ordered if not store.is_away}
+        return {name: store.pushes for name, store in ordered if not store.is_away}
 
     def stands(self, is_at_rest: bool) -> bool:
         """Whether it is in no step; a script that waits for a cut itself ``is_at_rest``."""
@@ -115,7 +115,7 @@ class Quiesce:
         limit = self._limits.get(name, 0)
         if store.is_away:
             return True
-        if _lead(store) < limit:
+        if store.pushes < limit:
             return False
         waits = is_at_rest or any(deferred.call.store == name for deferred in self.held)
         return waits or not any(key.number == limit - 1 for key in store.keys.values())
@@ -145,8 +145,3 @@ class Quiesce:
         self.is_on = self.is_asked = False
         held, self.held = self.held, []
         return held
-
-
-def _lead(store: WorkerStore) -> int:
-    """How many pushes were made of the key that has most."""
-    return max([key.number for key in store.keys.values()], default=0)

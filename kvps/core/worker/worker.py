@@ -22,7 +22,7 @@ from kvps import protocol as p
 from kvps.core.effects import Connect, Core, CoreOutbox, Exit, Finish, Note, Route
 from kvps.core.membership_client import SCHEDULER, Identity, MembershipClient
 from kvps.core.worker import calls
-from kvps.core.worker.call_table import LAST_PROBE_S, LEAST_WAIT_S, CallTable, PendingCall
+from kvps.core.worker.call_table import LAST_PROBE_S, LEAST_WAIT_S, CallTable, OnEnd, PendingCall
 from kvps.core.worker.closed_stores import ClosedStores
 from kvps.core.worker.cluster_info import RESIZED, ClusterInfo
 from kvps.core.worker.connection import Connection, route_of
@@ -177,9 +177,8 @@ class Worker(Core):
     def _end_closing(self, now: float, again: str = "") -> None:
         """Close the stores of which no call of the user is under way; that which is created
         ``again`` in any case."""
-        held = (self._quiesce.held, *self._resyncing.held())
         busy = {entry.call.store for entry in self.table.pending.values() if _is_for_user(entry)}
-        busy.update(deferred.call.store for some in held for deferred in some)
+        busy.update(deferred.call.store for held in self._held() for deferred in held)
         for name in sorted(self._closing - (busy - {again})):
             self._closing.discard(name)
             error = ConfigError(f"store {name!r} was closed, and created again")
@@ -286,11 +285,15 @@ class Worker(Core):
         for ticket in self._standstill.tickets:
             if ticket in self.table.pending:
                 yield self.table.pending[ticket].call
-        for deferred in chain(self._quiesce.held, *self._resyncing.held()):
+        for deferred in chain.from_iterable(self._held()):
             yield deferred.call
         for pending in self.table.pending.values():
             if not pending.finished:
                 yield pending.call
+
+    def _held(self) -> tuple[list[DeferredCall], ...]:
+        """Return the lists of calls that gates hold back."""
+        return self._quiesce.held, *self._resyncing.held()
 
     def _calls(self) -> State:
         """Return what changes whenever a call begins or ends."""
@@ -517,9 +520,7 @@ class Worker(Core):
             self._gates.look()
             self._end_calls_of_lost_members(now)
         for call in self._returns.begin(server, self.table.pending.values()):
-            self._own_tickets -= 1
-            on_end = partial(self._told, server, call.store)
-            self.table.begin(self._own_tickets, call, math.inf, now, on_end)
+            self._make_own(call, partial(self._told, server, call.store), now)
         self._returns.resume(server, link)
 
     def _told(self, server: int, name: str, value: object, error: KvpsError | None, now: float) -> None:
@@ -587,6 +588,11 @@ class Worker(Core):
         for deferred in held:
             self.on_call(deferred.ticket, deferred.call, deferred.deadline, now)
 
+    def _make_own(self, call: calls.Call, on_end: OnEnd, now: float) -> None:
+        """Make a call that no user has made."""
+        self._own_tickets -= 1
+        self.table.begin(self._own_tickets, call, math.inf, now, on_end)
+
     def _begin_epoch(self, view: p.View, now: float) -> None:
         """The servers return to a cut: earlier requests are void. Ask which versions they have now."""
         self._resyncing.epoch, self._since = view.epoch, view.since
@@ -608,17 +614,13 @@ class Worker(Core):
             if _is_for_user(pending):
                 held.append(DeferredCall(pending.ticket, pending.call, pending.deadline))
         for name, store in self.stores.items():
-            self._own_tickets -= 1
             call = calls.RejoinStore(name, tuple(self._resyncing.begin(store).before))
-            on_end = partial(self._rejoined, name)
-            self.table.begin(self._own_tickets, call, math.inf, now, on_end)
+            self._make_own(call, partial(self._rejoined, name), now)
         self._make(held, now)
 
     def _enter(self, name: str, now: float) -> None:
         """Take part in a store from now on."""
-        self._own_tickets -= 1
-        on_end = partial(self._rejoined, name)
-        self.table.begin(self._own_tickets, calls.EnterStore(name), math.inf, now, on_end)
+        self._make_own(calls.EnterStore(name), partial(self._rejoined, name), now)
 
     def _rejoined(self, name: str, value: object, error: KvpsError | None, now: float) -> None:
         """A store has entered the epoch, or cannot: resume the calls that wait."""
@@ -666,7 +668,7 @@ class Worker(Core):
             is_of_core = pending.on_end is not None  # of use when the lost member is replaced
             if error is not None and pending.ticket in self.table.pending and not is_of_core:
                 self.table.finish(pending, now, error=error)
-        for held in (self._quiesce.held, *self._resyncing.held()):
+        for held in self._held():
             for deferred in [call for call in held if errors[call.call.store] is not None]:
                 held.remove(deferred)
                 self.outbox.append(Finish(deferred.ticket, error=errors[deferred.call.store]))
