@@ -373,26 +373,23 @@ class Connection:
 
     def is_overdue(self, now: float) -> bool:
         """Whether it is time to probe; if so, it is taken to be done."""
-        probe_at = self.probe_at()
-        if probe_at is None or now < probe_at:
-            return False
-        self._probed_at = now
-        return True
+        is_overdue = now >= self.probe_at()
+        if is_overdue:
+            self._probed_at = now
+        return is_overdue
 
     def unanswered(self) -> list[tuple[int, ...]]:
         """Return the numbers of all requests without an answer, one tuple for each PROBE."""
         seqs = tuple(self.outstanding)
         return [seqs[at : at + PROBE_SEQS_MAX] for at in range(0, len(seqs), PROBE_SEQS_MAX)]
 
-    def probe_at(self) -> float | None:
-        """When the next PROBE is due; None while nothing is outstanding."""
+    def probe_at(self) -> float:
+        """When the next PROBE is due; infinite while nothing is outstanding."""
         if not self.outstanding:
-            return None
+            return math.inf
         oldest = next(iter(self.outstanding.values())).sent_at
         return max(oldest, self._probed_at) + PROBE_AFTER_S
 
     def due_at(self, hello_at: float) -> float:
         """Return when something is due: a PROBE, or at ``hello_at`` HELLO while it is not answered."""
-        probe_at = self.probe_at()
-        due_at = math.inf if probe_at is None else probe_at
-        return due_at if self.ready else min(due_at, hello_at)
+        return self.probe_at() if self.ready else min(self.probe_at(), hello_at)

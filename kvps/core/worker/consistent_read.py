@@ -173,7 +173,7 @@ class ReadTracker:
             asks = share.asks(self.after, least)
             message = Pull(share.chunk, self.sink is not None, asks, store.broadcasts)
             if feedback is not None:
-                message = feedback.pull(self.plan, share, message)
+                message = feedback.pull(self.plan, share, message, self.after, least)
             requests.append(
                 Request(
                     share.server,

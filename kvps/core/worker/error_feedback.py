@@ -23,7 +23,7 @@ from kvps.compression import spec
 from kvps.compression.codecs import decode, encode
 from kvps.compression.policy import OFF, CompressionPolicy, KeyCompression
 from kvps.core.worker.connection import Request
-from kvps.core.worker.plan import ChunkSlice, Key, KeySlice, Numbers, TransferPlan, make
+from kvps.core.worker.plan import ChunkSlice, Key, KeySlice, Numbers, TransferPlan, make, of_key
 from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Packet
@@ -160,24 +160,19 @@ class ErrorFeedback:
 
     # --- pulls ----------------------------------------------------------------------------------
 
-    def pull(self, group: TransferPlan, share: ChunkSlice, message: Pull) -> Pull:
-        """Return ``message`` as a request for deltas."""
-        held = self._held(share, group.keys)
-        asks = []
-        index = 0
-        for segment in share.segments:
-            while not message.runs[index].start <= segment.start < sum(message.runs[index][:2]):
-                index += 1
-            ask = message.runs[index]
-            asks.append(Ask(segment.start, segment.size, ask.after, ask.least))
-        return replace(message, runs=tuple(asks), held=held)
+    def pull(
+        self, group: TransferPlan, share: ChunkSlice, message: Pull, after: Numbers, least: Numbers
+    ) -> Pull:
+        """Return ``message`` as a request for deltas, with the conditions of each key."""
+        asks = [
+            Ask(start, size, of_key(after, key), of_key(least, key)) for start, size, key, _ in share.segments
+        ]
+        return replace(message, runs=tuple(asks), held=self._held(share, group.keys))
 
     def _held(self, share: ChunkSlice, keys: Sequence[Key]) -> tuple[int, ...]:
-        versions = []
-        for segment in share.segments:
-            cached = self._cached.get(keys[segment.key].name, {}).get((share.chunk, segment.start))
-            versions.append(-1 if cached is None else cached.version)
-        return tuple(versions)
+        places = [(keys[segment.key].name, (share.chunk, segment.start)) for segment in share.segments]
+        cached = [self._cached.get(name, {}).get(piece) for name, piece in places]
+        return tuple([-1 if found is None else found.version for found in cached])
 
     def values_of(self, packet: Packet, share: ChunkSlice, keys: Sequence[Key]) -> torch.Tensor:
         """Return the values of ``share`` in an answer, in one piece; they are for reading.

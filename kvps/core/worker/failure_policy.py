@@ -105,14 +105,11 @@ class FailurePolicy:
                 return _worker_lost(store, lost, now)
         return None
 
-    def deadline(self, store: WorkerStore) -> float | None:
-        """When :meth:`error` will find something to say, if nothing changes."""
-        until = []
-        if self.server is not None:
-            until.append(self.server.until(store))
-        if store.waits_for_lost:
-            until += [self._until(store, lost) for lost in self.workers.values()]
-        return min(until, default=None)
+    def deadline(self, store: WorkerStore) -> float:
+        """When :meth:`error` will find something to say, if nothing changes; infinite for never."""
+        workers = self.workers.values() if store.waits_for_lost else ()
+        server_until = math.inf if self.server is None else self.server.until(store)
+        return min([server_until, *[self._until(store, lost) for lost in workers]])
 
     def _until(self, store: WorkerStore, lost: LostWorker) -> float:
         waits = store.opened.on_worker_lost == "wait" and lost.member.state == "lost"

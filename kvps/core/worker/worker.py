@@ -263,8 +263,7 @@ class Worker(Core):
                 self.outbox.append(Finish(ASK_SCRIPT))
         self.member.on_timer(now)
         self._gates.look()
-        alone_at = self._alone_at()
-        if alone_at is not None and now >= alone_at:
+        if now >= self._alone_at():
             self._told_at = now  # a server that hears neither the scheduler nor a worker would end
             for link in self.table.links:
                 self.member.greet(link.route)
@@ -340,10 +339,10 @@ class Worker(Core):
             self._due = min(self._deadlines(), default=math.inf)
         return self._due if self._due < math.inf else None
 
-    def _alone_at(self) -> float | None:
+    def _alone_at(self) -> float:
         """When the servers are told again that this worker lives, since the scheduler cannot."""
         if self.member.deadline() is None or not self.table.links:
-            return None
+            return math.inf
         silence_max_s = self.member.identity.silence_max_s
         return max(self.member.heard_at, self._told_at) + silence_max_s
 
@@ -351,9 +350,7 @@ class Worker(Core):
         beat = self.member.deadline()
         if beat is not None:
             yield beat
-        alone_at = self._alone_at()
-        if alone_at is not None:
-            yield alone_at
+        yield self._alone_at()
         yield from self._joining.values()
         if self._closed.is_untold:
             yield self._closed.again_at
@@ -366,9 +363,7 @@ class Worker(Core):
             waited_for = {entry.call.store for entry in pending if _is_for_user(entry)}
             waited_for.update(deferred.call.store for held in self._resyncing.held() for deferred in held)
             for name in waited_for:
-                grace_ends_at = self.losses.deadline(self.stores[name])
-                if grace_ends_at is not None:
-                    yield grace_ends_at
+                yield self.losses.deadline(self.stores[name])
 
     # --- the scheduler --------------------------------------------------------------------------
 

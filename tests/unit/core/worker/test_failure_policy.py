@@ -1,5 +1,7 @@
 """Who is lost, and what that means for the calls of a store."""
 
+import math
+
 import pytest
 
 from kvps.core.worker.failure_policy import FailurePolicy
@@ -68,4 +70,4 @@ class TestWorker:
         learn(losses, lost(W1, 1.0, incarnation=77), now=104.0)  # its replacement
         assert losses.deadline(new_store()) == 163.0
         learn(losses, member(W1))
-        assert losses.deadline(new_store()) is None
+        assert losses.deadline(new_store()) == math.inf
