@@ -2,7 +2,7 @@
 
 ``import kvps`` imports no torch, and torch knows a backend by its name only once it is registered.
 So the name is registered when both are there, whichever comes first. The first group that uses it
-imports :mod:`kvps.torch`, which registers the backend itself.
+imports what is behind it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -53,21 +53,20 @@ class _Watcher:
 
 def _register(torchs: Any) -> None:
     """Register the name, and let ranks that no launcher has numbered meet in the cluster."""
-    if NAME in torchs.Backend.backend_list:  # kvps.torch was imported first
+    if NAME in torchs.Backend.backend_list:
         return
     device = importlib.import_module("torch.accelerator").current_accelerator()
     devices = sorted({"cpu", "cuda", device.type if device else "cpu"})
     torchs.Backend.register_backend(NAME, _make, extended_api=True, devices=devices)
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
-    of_torch = handlers["env"]
+    of_torch = handlers["env"]  # torch has no door to change one
 
-    def env(url: str, *args: Any, **more: Any) -> Iterator[Any]:
-        if "RANK" in os.environ or "rank=" in url:
-            yield from of_torch(url, *args, **more)
-        else:  # torch would refuse; kvps.torch replaces this handler
-            import kvps.torch  # noqa: F401
+    def env(url: str, *args: Any, **more: Any) -> Any:
+        if "kvps.torch" not in sys.modules and ("RANK" in os.environ or "rank=" in url):
+            return of_torch(url, *args, **more)
+        from kvps.torch.distributed.rendezvous import meet  # torch would refuse, or kvps.torch is there
 
-            yield from handlers["env"](url, *args, **more)
+        return meet(of_torch, url, *args, **more)
 
     handlers["env"] = env
 

@@ -1,6 +1,6 @@
 """PyTorch front ends: optimizers, process group, sharding and modules over a cluster.
 
-Importing it makes the backend "kvps" known to torch.distributed.
+``import kvps`` has made the backend "kvps" known to torch.distributed (:mod:`kvps.backend_name`).
 """
 
 from kvps.torch.broadcast import (
@@ -10,7 +10,6 @@ from kvps.torch.broadcast import (
     broadcast_parameters,
     gather_object,
 )
-from kvps.torch.distributed.rendezvous import register as _register
 from kvps.torch.embedding import Embedding, EmbeddingBag
 from kvps.torch.embedding_collection import EmbeddingCollection
 from kvps.torch.local_steps.diloco import DiLoCo
@@ -19,8 +18,6 @@ from kvps.torch.metrics import average
 from kvps.torch.optimizer import DistributedOptimizer
 from kvps.torch.sharded.shard import Sharded, shard
 from kvps.torch.sync_batchnorm import SyncBatchNorm
-
-_register()
 
 __all__ = ["DiLoCo", "DistributedOptimizer", "LocalSGD", "Sharded", "SyncBatchNorm", "shard"]
 __all__ += [

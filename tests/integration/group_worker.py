@@ -409,6 +409,8 @@ def what_cannot_be_is_refused_by_name() -> None:
         dist.all_to_all_single(torch.zeros(4), torch.zeros(4))
     with refused(kvps.Mismatch, "all_gather: 1 tensors were given, and the group has 3 ranks"):
         dist.all_gather([torch.zeros(2)], torch.zeros(2))
+    with refused(kvps.ConfigError, "process group '0' keeps its members; from torch 2.14 on"):
+        dist.group.WORLD.get_reconfigure_handle()
 
 
 @case

@@ -249,3 +249,124 @@ def test_a_lost_worker_ends_every_collective_of_the_others(processes: Processes)
     assert 9 in codes, workers
     cluster.process.signal(signal.SIGTERM)  # it would wait for a replacement
     cluster.process.wait()
+
+
+ABORTED = """
+import torch, torch.distributed as dist
+import kvps, kvps.torch
+dist.init_process_group("kvps")
+rank = dist.get_rank()
+kv = kvps.create("dist_sync")
+kv.init("w", torch.zeros(3))
+works = []
+if rank == 0:  # the others make none of these calls
+    works = [
+        dist.all_reduce(torch.ones(4), async_op=True),
+        dist.all_gather([torch.zeros(2)] * 2, torch.ones(2), async_op=True),
+        dist.broadcast(torch.ones(3), 1, async_op=True),
+    ]
+dist.group.WORLD.abort()
+said = 0
+for call in (*[work.wait for work in works], lambda: dist.all_reduce(torch.ones(4))):
+    try:
+        call()
+    except kvps.ConfigError as error:
+        said += "was destroyed" in str(error)
+assert kv.pushpull("w", torch.ones(3)).tolist() == [2.0] * 3
+dist.destroy_process_group()
+dist.init_process_group("kvps")
+total = torch.ones(4)
+dist.all_reduce(total)
+print("rank", rank, "ended", said, "and sums", total.sum().item(), flush=True)
+"""
+
+
+def test_an_aborted_group_ends_its_calls_and_leaves_the_stores(processes: Processes) -> None:
+    launched = launch(processes, 2, 1, processes.script(ABORTED))
+    assert launched.wait(LIMIT_S) == 0, launched
+    for rank, ended in ((0, 4), (1, 1)):
+        assert f"[worker {rank}] rank {rank} ended {ended} and sums 8.0" in launched.out, launched
+
+
+CHANGED = """
+import os
+from types import SimpleNamespace
+import torch, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+import kvps, kvps.torch
+options = {}
+if hasattr(dist, "_reconfigure"):  # torch 2.14
+    options["enable_reconfigure"] = True
+else:
+    c10d._DistributedBackendOptions.enable_reconfigure = True
+dist.init_process_group("kvps", **options)
+rank, group, store = dist.get_rank(), dist.group.WORLD, c10d._get_default_store()
+assert group.supports_reconfigure
+
+def refused(error, text, call, *given):
+    try:
+        call(*given)
+    except error as found:
+        assert text in str(found), found
+    else:
+        raise AssertionError(text)
+
+def change(uuid, handles, hints=()):
+    group.reconfigure(SimpleNamespace(uuid=uuid, handles=handles, timeout=None, hints=dict(hints))).wait()
+
+def total(number):
+    row = torch.full((4,), float(number))
+    dist.all_reduce(row)
+    return row.tolist()
+
+refused(kvps.ConfigError, "has no members", dist.barrier)
+refused(kvps.ConfigError, "new_group() beside a group that can", dist.new_group, [0, 1, 2])
+store.set(f"handle{rank}", group.get_reconfigure_handle())
+handles = [store.get(f"handle{other}").decode() for other in range(3)]
+refused(kvps.ConfigError, "and no hints", change, 1, handles, {"a": "b"})
+refused(kvps.ConfigError, "with that of this process", change, 1, handles[:rank] + handles[rank + 1 :])
+change(1, set(handles))
+assert total(rank) == [3.0] * 4
+refused(RuntimeError, "uuid 1 was already used", change, 1, handles)
+if rank:
+    change(2, handles[:0:-1])  # without worker 0, and in another order
+    assert (dist.get_rank(), dist.get_world_size()) == (2 - rank, 2)
+    assert total(rank) == [3.0] * 4
+    row = torch.full((2,), float(rank))
+    dist.broadcast(row, 0)
+    assert row.tolist() == [2.0] * 2
+change(3, handles)
+if rank == 2:
+    os._exit(9)
+works = [dist.all_reduce(torch.ones(4), async_op=True), dist.broadcast(torch.ones(3), 2, async_op=True)]
+for work in works:
+    refused(kvps.WorkerLost, "worker 2", work.wait)
+change(4, handles[:2])
+assert total(rank + 1) == [3.0] * 4
+if rank == 0:
+    waiting = dist.all_reduce(torch.ones(9), async_op=True)
+group.abort()
+if rank == 0:
+    refused(kvps.ConfigError, "was destroyed", waiting.wait)
+refused(kvps.ConfigError, "was aborted", dist.barrier)
+change(5, handles[:2])
+assert (dist.get_rank(), total(rank + 1)) == (rank, [3.0] * 4)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+model(torch.full((1, 2), float(rank))).sum().backward()  # its mean is over those that are left
+assert model.module.weight.grad.tolist() == [[0.5, 0.5]]
+dist.destroy_process_group()
+print("rank", rank, "went on", flush=True)
+"""
+
+
+def test_a_group_goes_on_with_other_members(processes: Processes) -> None:
+    """Where one is lost, and after an abort; as torch's reconfigure, which 2.14 has, prescribes."""
+    cluster = processes.scheduler(3, 1)
+    cluster.server()
+    script = processes.script(CHANGED)
+    workers = [cluster.plain(script) for _ in range(3)]
+    codes = [worker.wait(LIMIT_S) for worker in workers]
+    assert sorted(worker.out for worker in workers) == ["", "rank 0 went on\n", "rank 1 went on\n"], workers
+    assert sorted(codes) == [0, 0, 9], workers
+    cluster.process.signal(signal.SIGTERM)  # it would wait for a replacement
+    cluster.process.wait()

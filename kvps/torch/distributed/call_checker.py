@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed import PrefixStore, Store
 
-from kvps.errors import Mismatch
+from kvps.errors import Mismatch, WorkerLost
 from kvps.torch.distributed.call_log import (
     CallLog,
     LoggedCall,
@@ -133,6 +133,7 @@ class CallChecker:
         executor: of this process's collectives.
         is_served: says whether the process that serves the store is there.
         rank: this process's, in the job.
+        lost: returns the ranks that are lost of those that the groups cannot do without.
     """
 
     def __init__(
@@ -141,10 +142,12 @@ class CallChecker:
         executor: OrderedExecutor,
         is_served: Callable[[], bool] = lambda: True,
         rank: int = 0,
+        lost: Callable[[], list[int]] = list,
     ) -> None:
         self._store = store
         self._rank = rank
         self._is_served = is_served
+        self._lost = lost
         self._executor = executor
         self._checked: dict[str, CheckedCalls] = {}
         self._lock = threading.Lock()
@@ -256,6 +259,11 @@ class CallChecker:
         with self._lock:
             fresh = set(self._fresh)
             busy = fresh | {self._checked[name] for name in waiting if name in self._checked}
+        if lost := self._lost():
+            for calls in busy:
+                self._executor.fail(
+                    calls.group, WorkerLost(f"worker {lost[0]} is lost, and the group needs it")
+                )
         for calls in busy:
             self._write(calls)
             for peer in calls.next_peers():

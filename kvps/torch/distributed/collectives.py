@@ -53,8 +53,8 @@ class Collectives:
 
     def __init__(self, board: Board, name: str, ranks: Sequence[int], timeout_s: float) -> None:
         self._board = board
-        self._name = name
-        self._ranks = tuple(ranks)
+        self.name = name
+        self.ranks = tuple(ranks)
         self._timeout_s = timeout_s
         self._sizes = KeySizes()
         self._post_sizes = KeySizes(POSTS_EXACT_MAX)
@@ -64,12 +64,12 @@ class Collectives:
     @property
     def _others(self) -> list[int]:
         """The members but this one, by their rank in the job."""
-        return [rank for rank in self._ranks if rank != self._board.rank]
+        return [rank for rank in self.ranks if rank != self._board.rank]
 
     @property
     def rank(self) -> int:
         """This process's rank in the group."""
-        return self._ranks.index(self._board.rank)
+        return self.ranks.index(self._board.rank)
 
     # --- reductions -----------------------------------------------------------------------------
 
@@ -121,21 +121,21 @@ class Collectives:
     def _deliver(self, total: torch.Tensor, staged: Staged, op: str) -> None:
         """Deliver the results of a round."""
         if op == "AVG":
-            divide(total, len(self._ranks))
+            divide(total, len(self.ranks))
         if total.data_ptr() == staged.row.data_ptr():
             staged.deliver()
         else:
             staged.deliver(total)
 
     def _reduce_here(self, kind: str, staged: Staged, op: str) -> Steps:
-        rows = [blank(len(staged.row), staged.row.dtype) for _ in self._ranks]
+        rows = [blank(len(staged.row), staged.row.dtype) for _ in self.ranks]
         yield from self._gathered(kind, staged, rows)
         staged.deliver(fold(op, rows))
 
     def _reduce_there(self, kind: str, staged: Staged, op: str, dst: int) -> Plan:
         if dst != self.rank:
             return self.gather([], staged, dst, kind)
-        rows = [blank(len(staged.row), staged.row.dtype) for _ in self._ranks]
+        rows = [blank(len(staged.row), staged.row.dtype) for _ in self.ranks]
         track, steps = self.gather([Staged(row) for row in rows], staged, dst, kind)
 
         def there() -> Steps:
@@ -166,12 +166,12 @@ class Collectives:
         mine = given.detach().cpu().coalesce()
         kind, count = f"all_reduce_sparse.{op}", mine._nnz()
         counts = torch.tensor([count], dtype=torch.int64, device="cpu")
-        every = [blank(1, torch.int64) for _ in self._ranks]
+        every = [blank(1, torch.int64) for _ in self.ranks]
         yield from self._gathered(f"{kind}.counts", Staged(counts), every)
         most = max(int(count) for count in every)
-        indices = [blank(mine.sparse_dim() * most, torch.int64) for _ in self._ranks]
+        indices = [blank(mine.sparse_dim() * most, torch.int64) for _ in self.ranks]
         width = mine.values()[:1].numel() if count else mine.shape[mine.sparse_dim() :].numel()
-        values = [blank(width * most, mine.dtype) for _ in self._ranks]
+        values = [blank(width * most, mine.dtype) for _ in self.ranks]
         sent = padded(mine.indices().t().reshape(-1), len(indices[0]))
         yield from self._gathered(f"{kind}.indices", Staged(sent), indices)
         sent = padded(mine.values().reshape(-1), len(values[0]))
@@ -188,7 +188,7 @@ class Collectives:
             device="cpu",
         ).coalesce()
         if op == "AVG":
-            divide(total.values(), len(self._ranks))
+            divide(total.values(), len(self.ranks))
         given.copy_(total.to(mine.dtype))
 
     def reduce_scatter(self, output: Staged, inputs: Sequence[Staged], op: str) -> Plan:
@@ -201,7 +201,7 @@ class Collectives:
             return track, self._scatter_here(f"reduce_scatter.{op}", output, inputs, op)
         keys = [
             self._sum_key(f"reduce_scatter.{op}.{rank}", op, staged)
-            for rank, staged in zip(self._ranks, inputs, strict=True)
+            for rank, staged in zip(self.ranks, inputs, strict=True)
         ]
         return track, self._rounds(keys, output, inputs, op)
 
@@ -224,7 +224,7 @@ class Collectives:
         self._deliver(sink[: len(output.row)], output, op)
 
     def _scatter_here(self, kind: str, output: Staged, inputs: Sequence[Staged], op: str) -> Steps:
-        rows = [blank(len(output.row), output.row.dtype) for _ in self._ranks]
+        rows = [blank(len(output.row), output.row.dtype) for _ in self.ranks]
         yield from self._swapped(kind, [staged.row for staged in inputs], rows)
         output.deliver(fold(op, rows))
 
@@ -245,7 +245,7 @@ class Collectives:
         if len({len(row) for row in rows}) == 1:
             yield from self._gathered("all_gather", given, rows)
         else:
-            named = zip(self._ranks, rows, strict=True)
+            named = zip(self.ranks, rows, strict=True)
             names = [self._pair(f"all_gather/{rank}", row) for rank, row in named]
             yield from self._exchanged(names, given.row, rows)
         for output in outputs:
@@ -254,15 +254,13 @@ class Collectives:
     def _gathered(self, kind: str, given: Staged, rows: Sequence[torch.Tensor]) -> Steps:
         """Fill ``rows`` with the rows of all members; ``given`` is this one's."""
         post = self._post(kind, given)
-        names = [f"{post}/{rank}" for rank in self._ranks]
+        names = [f"{post}/{rank}" for rank in self.ranks]
         yield from self._exchanged(names, given.row, rows)
 
     def _exchanged(self, names: Sequence[str], row: torch.Tensor, rows: Sequence[torch.Tensor]) -> Steps:
         """Write ``row`` to this member's post, and fill ``rows`` from the posts of all."""
         mine = self.rank
-        theirs = [
-            (names[index], rank, rows[index]) for index, rank in enumerate(self._ranks) if index != mine
-        ]
+        theirs = [(names[index], rank, rows[index]) for index, rank in enumerate(self.ranks) if index != mine]
         yield from mailbox.swap(self._board, self._timeout_s, [(names[mine], row)], theirs)
         rows[mine].copy_(row)
 
@@ -280,7 +278,7 @@ class Collectives:
     def _swapped(self, kind: str, given: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> Steps:
         """Fill ``rows[r]`` with what member r has ``given`` this one."""
         me, mine, theirs = self._board.rank, [], []
-        for rank, sent, row in zip(self._ranks, given, rows, strict=True):
+        for rank, sent, row in zip(self.ranks, given, rows, strict=True):
             if rank == me:
                 row.copy_(sent)
                 continue
@@ -296,7 +294,7 @@ class Collectives:
         name = self._post(f"broadcast/{src}", staged)
         if src == self.rank:
             return track, self._tell([(name, staged.row)], len(self._others))
-        return track, self._hear([(name, self._ranks[src], staged)])
+        return track, self._hear([(name, self.ranks[src], staged)])
 
     def gather(self, outputs: Sequence[Staged], given: Staged, dst: int, kind: str = "gather") -> Plan:
         """Give the member of rank ``dst`` the tensors of all."""
@@ -305,7 +303,7 @@ class Collectives:
             return track, self._tell([(f"{post}/{self._board.rank}", given.row)], 1)
         heard = [
             (f"{post}/{rank}", rank, output)
-            for rank, output in zip(self._ranks, outputs, strict=True)
+            for rank, output in zip(self.ranks, outputs, strict=True)
             if rank != self._board.rank
         ]
         outputs[dst].deliver(given.row)
@@ -316,11 +314,11 @@ class Collectives:
         track, post = self._track(f"scatter/{src}"), self._post(f"scatter/{src}", output)
         if src != self.rank:
             name = f"{post}/{self._board.rank}"
-            return track, self._hear([(name, self._ranks[src], output)])
+            return track, self._hear([(name, self.ranks[src], output)])
         output.deliver(inputs[src].row)
         told = [
             (f"{post}/{rank}", staged.row)
-            for rank, staged in zip(self._ranks, inputs, strict=True)
+            for rank, staged in zip(self.ranks, inputs, strict=True)
             if rank != self._board.rank
         ]
         return track, self._tell(told, 1)
@@ -333,7 +331,7 @@ class Collectives:
     def recv(self, staged: Staged, src: int, tag: int) -> Plan:
         """Take a tensor that the member of rank ``src`` sends with the same tag."""
         track, name = self._letterbox(src, self.rank, tag, staged)
-        return track, self._hear([(name, self._ranks[src], staged)])
+        return track, self._hear([(name, self.ranks[src], staged)])
 
     def _letterbox(self, src: int, dst: int, tag: int, staged: Staged) -> tuple[str, str]:
         if self._board.posts > LETTERS_MAX:
@@ -365,7 +363,7 @@ class Collectives:
         return mailbox.hear(self._board, self._timeout_s, heard)
 
     def _track(self, what: str) -> str:
-        return f"{self._name}/{what}"
+        return f"{self.name}/{what}"
 
     def _demand_all(self, what: str) -> None:
         """Refuse what needs every member, if one has left.
@@ -373,9 +371,9 @@ class Collectives:
         Raises:
             WorkerLost: naming it.
         """
-        gone = sorted(set(self._board.left()) & set(self._ranks))
+        gone = sorted(set(self._board.left()) & set(self.ranks))
         if gone:
             raise WorkerLost(
-                f"{what}: worker {gone[0]} has left the job, and the group {self._name!r} needs it. "
+                f"{what}: worker {gone[0]} has left the job, and the group {self.name!r} needs it. "
                 "Make the same number of collective calls on every rank, or use torch's Join for uneven data"
             )

@@ -19,6 +19,7 @@ import torch
 from kvps.errors import ConfigError, Mismatch
 
 HALF = (torch.float16, torch.bfloat16)
+SPARSE = "coalesce"
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 """Types that torch stores and does not add; numpy does."""
 
@@ -149,35 +150,29 @@ def check(name: str, dtype: torch.dtype) -> None:
         raise ConfigError(f"ReduceOp.{name} of {dtype} is not supported: {reason}")
 
 
-@cache
-def _obstacle(name: str, dtype: torch.dtype) -> str | None:
-    """Return why torch cannot reduce elements of ``dtype``, or None.
-
-    A reduction that failed after its values had travelled would leave its track unusable.
-    """
-    try:
-        fold(name, [torch.zeros(1, dtype=dtype, device="cpu")] * 2)
-    except (RuntimeError, TypeError) as error:
-        return str(error)
-    return None
-
-
 def check_sparse(dtype: torch.dtype) -> None:
     """Refuse sparse tensors whose elements torch cannot add up.
 
     Raises:
         ConfigError: naming the type.
     """
-    if (reason := _sparse_obstacle(dtype)) is not None:
+    if (reason := _obstacle(SPARSE, dtype)) is not None:
         raise ConfigError(f"sparse tensors of {dtype} are not added up: {reason}; use to_dense()")
 
 
 @cache
-def _sparse_obstacle(dtype: torch.dtype) -> str | None:
+def _obstacle(name: str, dtype: torch.dtype) -> str | None:
+    """Return why torch cannot reduce elements of ``dtype``, or None.
+
+    A reduction that failed after its values had travelled would leave its track unusable.
+    """
+    zeros = torch.zeros(2, dtype=dtype, device="cpu")
     try:
-        places = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
-        zeros = torch.zeros(2, dtype=dtype, device="cpu")
-        torch.sparse_coo_tensor(places, zeros, (1,), check_invariants=False).coalesce()
+        if name == SPARSE:
+            places = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
+            torch.sparse_coo_tensor(places, zeros, (1,), check_invariants=False).coalesce()
+        else:
+            fold(name, [zeros] * 2)
     except (RuntimeError, TypeError) as error:
         return str(error)
     return None

@@ -41,6 +41,7 @@ from kvps.runtime.ticket import Ticket
 from kvps.store.base import Session
 from kvps.store.create import create_dist
 from kvps.store.options import StoreOptions
+from kvps.store.server_store import DistStore
 from kvps.tensors import NAMES
 from kvps.torch.distributed.host_tensor import Staged, blank, octets, padded
 from kvps.torch.distributed.ordered_executor import Steps
@@ -57,14 +58,22 @@ class Board:
         timeout_s: how long it may take to open the stores.
         generation: the same on all ranks, and no other for processes that have taken the place of
             one: push numbers begin at 0, and a server would take theirs for those of their predecessors.
+        posts: the store of posts (:func:`open_posts`), which stays open; None to open another.
+        on_worker_lost: of the others; "shrink" where no group has rounds.
     """
 
-    def __init__(self, timeout_s: float, generation: str) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        generation: str,
+        posts: DistStore | None = None,
+        on_worker_lost: str = "fail",
+    ) -> None:
         owner = f"{OWNER}.{generation}"
-        options = StoreOptions(timeout_s, "fail")
+        options = StoreOptions(timeout_s, on_worker_lost)
         self._sums = create_dist("dist_sync", owner, options)
-        self._posts = create_dist("dist_async", owner, options)
-        self._posts.set_optimizer("assign")
+        self._posts = posts or open_posts(owner, options)
+        self._to_close = [self._sums] if posts else [self._sums, self._posts]
         self._session: Session = self._sums.session
         self._made: set[str] = set()
         self._uses: dict[str, int] = {}
@@ -86,9 +95,9 @@ class Board:
         return self._session.info.workers_in("left")
 
     def close(self) -> None:
-        """Wait until all pushes are acknowledged, and end both stores."""
-        self._sums.close()
-        self._posts.close()
+        """Wait until all pushes are acknowledged, and end the stores."""
+        for store in self._to_close:
+            store.close()
 
     # --- sums -----------------------------------------------------------------------------------
 
@@ -164,6 +173,13 @@ class Board:
         """Read posts into ``sinks`` as soon as they have this version."""
         call = calls.PullValues(self._posts.name, tuple(keys), tuple(sinks), 0, version)
         return self._session.call(call, limit_s)
+
+
+def open_posts(owner: str, options: StoreOptions) -> DistStore:
+    """Open a store of posts; worker 0 sets its rule, and the others wait for that."""
+    posts = create_dist("dist_async", owner, options)
+    posts.set_optimizer("assign")
+    return posts
 
 
 def _spec(row: torch.Tensor) -> Spec:

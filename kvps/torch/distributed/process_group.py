@@ -9,18 +9,19 @@ ranks are told to all of them; and so is a call that is refused here, for which 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
 from torch._C import DisableTorchFunction
+from torch._C._distributed_c10d import ErrorType
 
 from kvps.errors import ConfigError, Mismatch, Timeout
 from kvps.phrases import ranks_in_words
 from kvps.runtime.device import kind
-from kvps.torch.distributed.call_checker import CallChecker
+from kvps.torch.distributed.call_checker import CallChecker, CheckedCalls
 from kvps.torch.distributed.call_log import described, type_name
 from kvps.torch.distributed.collectives import Collectives, Plan
 from kvps.torch.distributed.host_tensor import (
@@ -38,6 +39,7 @@ from kvps.torch.distributed.ordered_executor import OrderedExecutor
 from kvps.torch.distributed.work import Work, all_of, uncompiled
 
 NAME = "kvps"
+Change = Callable[["ProcessGroup", Any], Plan]
 P = ParamSpec("P")
 
 
@@ -48,6 +50,7 @@ def noted(
 
     @functools.wraps(method)
     def wrapped(self: ProcessGroup, /, *args: P.args, **kwargs: P.kwargs) -> Work:
+        self._demand_members()
         try:
             with DisableTorchFunction():  # the script's default device is not the device of our tensors
                 return method(self, *args, **kwargs)
@@ -63,33 +66,60 @@ class ProcessGroup(dist.ProcessGroup):
 
     Args:
         name: the group's, as torch has it.
-        collectives: of the group.
-        tracks: of this process.
-        ranks: of its members in the job.
-        checker: of this process's calls.
-        on_shutdown: called once when the group is destroyed.
+        rank, size: as torch has them.
+        on_shutdown: called when the group is destroyed or aborted.
+        handle: this process, to the members of a group that can be reconfigured.
+        change: has a group enter what torch's ``ReconfigureOptions`` name, and returns the barrier of the
+            members; None for a group that keeps its members.
     """
+
+    _has_members = False
+    _collectives: Collectives
+    _tracks: OrderedExecutor
+    _calls: CheckedCalls
 
     def __init__(
         self,
         name: str,
-        collectives: Collectives,
-        tracks: OrderedExecutor,
-        ranks: Sequence[int],
-        checker: CallChecker,
+        rank: int,
+        size: int,
         on_shutdown: Callable[[], None],
+        handle: str = "",
+        change: Change | None = None,
     ) -> None:
-        super().__init__(collectives.rank, len(ranks))  # type: ignore[call-arg]  # as Python's groups do
-        self._group = name
-        self._collectives = collectives
-        self._tracks = tracks
-        self._size = len(ranks)
-        self._ranks = tuple(ranks)
-        self._checker = checker
-        self._calls = checker.calls(name, ranks, self._ranks[collectives.rank])
+        super().__init__(rank, size)  # type: ignore[call-arg]  # as Python's groups do
+        self._group, self._rank, self._size = name, rank, size
         self._on_shutdown = on_shutdown
+        self._handle, self._change = handle, change
         self._coalesced: list[Work] | None = None
         """The calls since :meth:`_start_coalescing`; None outside of it."""
+
+    def enter(self, collectives: Collectives, tracks: OrderedExecutor, checker: CallChecker) -> None:
+        """Talk to the members of ``collectives`` from now on."""
+        self._collectives, self._tracks, self._checker = collectives, tracks, checker
+        self._ranks, self._label, self._has_members = collectives.ranks, collectives.name, True
+        self._rank, self._size = collectives.rank, len(self._ranks)
+        self._calls = checker.calls(self._label, self._ranks, self._ranks[self._rank])
+
+    def _demand_members(self) -> None:
+        """Refuse calls of a group that has no members yet, or none any more.
+
+        Raises:
+            ConfigError: saying how it gets some.
+        """
+        if not self._has_members:
+            raise ConfigError(
+                f"process group {self._group!r} has no members: it began with enable_reconfigure=True, or "
+                "was aborted. Call torch.distributed._reconfigure(uuid, handles) on each member first"
+            )
+
+    def getRank(self) -> int:  # noqa: N802 (torch's name)
+        """Return this process's rank in the group."""
+        return self._rank
+
+    def getSize(self) -> int:  # noqa: N802 (torch's name)
+        """Return the number of ranks in the group."""
+        return self._size
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """Return ``"kvps"``."""
@@ -133,7 +163,58 @@ class ProcessGroup(dist.ProcessGroup):
         """End the group; torch calls this in ``destroy_process_group``."""
         self._on_shutdown()
 
-    abort = shutdown
+    def abort(self) -> None:
+        """End the calls in flight on this rank, and refuse later ones.
+
+        The stores of the process stay as they are. A group that can be reconfigured may get members again;
+        any other is over.
+        """
+        if self._change is None:
+            self._on_shutdown()
+        elif self._has_members:
+            self._tracks.close()
+            self._has_members = False
+
+    def get_error(self) -> ErrorType:
+        """Return that the group itself is well: each work raises the error of its call."""
+        return ErrorType.SUCCESS
+
+    # --- other members ----------------------------------------------------------------------------
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether the group was begun with ``enable_reconfigure=True``."""
+        return self._change is not None
+
+    def get_reconfigure_handle(self) -> str:
+        """Return what the other members have to know of this process; refused as in :meth:`reconfigure`."""
+        self._demand_change()
+        return self._handle
+
+    def reconfigure(self, opts: Any) -> Work:
+        """Take other members; ``torch.distributed._reconfigure`` calls this on each of them.
+
+        Calls in flight end, as at :meth:`abort`.
+
+        Args:
+            opts: torch's ``ReconfigureOptions``.
+
+        Returns:
+            a work that is done when all members have called this, and fails after ``opts.timeout``.
+
+        Raises:
+            ConfigError: for a group that keeps its members, handles that are not those of this job, or hints.
+            RuntimeError: for a uuid that this process has used, as torch's other backends do.
+        """
+        return self._begin("reconfigure", "reconfigure", self._demand_change()(self, opts), [])
+
+    def _demand_change(self) -> Change:
+        if self._change is None:
+            raise ConfigError(
+                f"process group {self._group!r} keeps its members; from torch 2.14 on, those of "
+                "init_process_group('kvps', enable_reconfigure=True) may change"
+            )
+        return self._change
 
     def _begin(self, what: str, call: str, plan: Plan, result: Sequence[torch.Tensor]) -> Work:
         """Begin a collective; ``call`` is the same text on all ranks that make the same call."""
@@ -144,7 +225,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._carried_out(Work(what, result), plan)
 
     def _carried_out(self, work: Work, plan: Plan) -> Work:
-        self._tracks.begin(*plan, work, self._group)
+        self._tracks.begin(*plan, work, self._label)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -158,11 +239,25 @@ class ProcessGroup(dist.ProcessGroup):
         works, self._coalesced = self._coalesced or [], None
         return all_of("coalesced calls", works)
 
+    def _each(
+        self,
+        call: Callable[[Any, Any, Any], Work],
+        pairs: Iterable[tuple[Any, Any]],
+        opts: Any,
+        result: Sequence[torch.Tensor],
+    ) -> Work:
+        """Make calls of one track, which end in their order and fail together; return one work for all."""
+        works = [call(output, given, opts) for output, given in pairs]
+        if not works:
+            return all_of("coalesced calls", [])
+        works[-1].stand_for(result)
+        return works[-1]
+
     def _letter(self, what: str, plan: Plan, tensor: torch.Tensor, ends: tuple[int, int]) -> Work:
         """Begin one end of a message from the first of ``ends`` to the second."""
         track = plan[0]
         pair = tuple(self._ranks[end] for end in ends)
-        calls = self._checker.letters(track, self._group, pair, self._ranks[self.rank()])
+        calls = self._checker.letters(track, self._label, pair, self._ranks[self._rank])
         kind, _, _ = described([tensor]).partition("[")
         calls.add(f"a message of {tensor.numel()} {kind} values")
         return self._carried_out(Work(what, [tensor], ends[0] if what == "recv" else None), plan)
@@ -219,7 +314,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Reduce a list of tensors over all ranks; rank r gets the r-th."""
         (output,), (given,) = single("reduce_scatter", outputs), single("reduce_scatter", inputs)
         self._demand_all("reduce_scatter", given)
-        demand_same("reduce_scatter", output, given[self.rank()])
+        demand_same("reduce_scatter", output, given[self._rank])
         staged = [Staged(tensor) for tensor in given]
         op = reduction_of(opts, staged)
         plan = self._collectives.reduce_scatter(Staged(output, is_read=False), staged, op)
@@ -239,9 +334,7 @@ class ProcessGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
         """Do :meth:`reduce_scatter_single` for several tensors."""
-        pairs = zip(outputs, inputs, strict=True)
-        works = [self.reduce_scatter_single(*pair, opts) for pair in pairs]
-        return _last("reduce_scatter_single_coalesced", works, outputs)
+        return self._each(self.reduce_scatter_single, zip(outputs, inputs, strict=True), opts, outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -282,7 +375,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Give every rank the tensors of all, whose sizes may differ."""
         (output,), (given,) = single("all_gather", outputs), single("all_gather", inputs)
         self._demand_all("all_gather", output)
-        demand_same("all_gather", output[self.rank()], given)
+        demand_same("all_gather", output[self._rank], given)
         is_even = all(is_same(tensors, given) for tensors in output)
         staged = [Staged(tensor, is_read=False) for tensor in output]
         plan = self._collectives.all_gather(staged, Staged(given))
@@ -314,20 +407,16 @@ class ProcessGroup(dist.ProcessGroup):
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
         """Do :meth:`allgather` for several tensors; ``outputs[r]`` are the tensors of rank r."""
-        by_tensor = [list(tensors) for tensors in zip(*outputs, strict=True)]
-        pairs = zip(by_tensor, inputs, strict=True)
-        works = [self.allgather([output], [given], opts) for output, given in pairs]
-        result = [tensor for output in outputs for tensor in output]
-        return _last("all_gather_coalesced", works, result)
+        by_tensor = [[list(tensors)] for tensors in zip(*outputs, strict=True)]
+        pairs = zip(by_tensor, [[given] for given in inputs], strict=True)
+        return self._each(self.allgather, pairs, opts, [tensor for output in outputs for tensor in output])
 
     @noted
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
         """Do :meth:`all_gather_single` for several tensors."""
-        pairs = zip(outputs, inputs, strict=True)
-        works = [self.all_gather_single(*pair, opts) for pair in pairs]
-        return _last("all_gather_single_coalesced", works, outputs)
+        return self._each(self.all_gather_single, zip(outputs, inputs, strict=True), opts, outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -336,7 +425,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Give rank r the r-th input, and take the r-th output from it."""
         self._demand_all("all_to_all", outputs)
         self._demand_all("all_to_all", inputs)
-        mine = self.rank()
+        mine = self._rank
         demand_same("all_to_all", outputs[mine], inputs[mine])
         staged = [Staged(output, is_read=False) for output in outputs]
         plan = self._collectives.all_to_all(staged, [Staged(tensor) for tensor in inputs])
@@ -366,7 +455,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Give all ranks the tensor of the root."""
         (tensor,) = single("broadcast", tensors)
         root = root_of("broadcast", opts, self._size)
-        staged = Staged(tensor, is_read=root == self.rank())
+        staged = Staged(tensor, is_read=root == self._rank)
         call = f"broadcast(src={self._ranks[root]}) of {described(tensors)}"
         return self._begin("broadcast", call, self._collectives.broadcast(staged, root), tensors)
 
@@ -375,7 +464,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Give the root the tensors of all."""
         (given,), root = single("gather", inputs), root_of("gather", opts, self._size)
         staged: list[Staged] = []
-        if root == self.rank():
+        if root == self._rank:
             (output,) = single("gather", outputs)
             self._demand_all("gather", output)
             for tensor in output:
@@ -392,7 +481,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Give rank r the r-th tensor of the root."""
         (output,), root = single("scatter", outputs), root_of("scatter", opts, self._size)
         staged: list[Staged] = []
-        if root == self.rank():
+        if root == self._rank:
             (given,) = single("scatter", inputs)
             self._demand_all("scatter", given)
             for tensor in given:
@@ -408,7 +497,7 @@ class ProcessGroup(dist.ProcessGroup):
         (tensor,) = single("send", tensors)
         demand_rank("send", dst, self._size)
         plan = self._collectives.send(Staged(tensor), dst, tag)
-        return self._letter("send", plan, tensor, (self.rank(), dst))
+        return self._letter("send", plan, tensor, (self._rank, dst))
 
     @noted
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
@@ -416,7 +505,7 @@ class ProcessGroup(dist.ProcessGroup):
         (tensor,) = single("recv", tensors)
         demand_rank("recv", src, self._size)
         plan = self._collectives.recv(Staged(tensor, is_read=False), src, tag)
-        return self._letter("recv", plan, tensor, (src, self.rank()))
+        return self._letter("recv", plan, tensor, (src, self._rank))
 
     @noted
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
@@ -462,12 +551,3 @@ class ProcessGroup(dist.ProcessGroup):
                 f"{what}: split sizes {sizes} do not fit {len(tensor)} rows and {self._size} ranks"
             )
         return list(tensor.detach().split(sizes))
-
-
-def _last(what: str, works: list[Work], result: Sequence[torch.Tensor]) -> Work:
-    """Return one work for several of one track, which end in their order, and fail together."""
-    if not works:
-        works = [Work(what, result)]
-        works[0].end()
-    works[-1].stand_for(result)
-    return works[-1]

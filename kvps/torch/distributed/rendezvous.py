@@ -19,7 +19,7 @@ import hashlib
 import logging
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch._C import DisableTorchFunction
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
-from torch.distributed.rendezvous import _rendezvous_handlers  # torch has no door to change one
 
 from kvps import config
 from kvps.core.membership_client import EXIT_CONFIG
@@ -38,14 +37,14 @@ from kvps.errors import ConfigError, KvpsError, WorkerLost
 from kvps.phrases import COMING, ranks_in_words
 from kvps.runtime import process
 from kvps.runtime.current import current
-from kvps.runtime.device import kind
 from kvps.runtime.member_process import own_host
 from kvps.runtime.worker_session import ending
 from kvps.store.create import create_dist
 from kvps.store.options import StoreOptions
+from kvps.store.server_store import DistStore
 from kvps.torch.distributed.call_checker import CallChecker, await_goodbyes, own_connection
-from kvps.torch.distributed.collectives import Collectives
-from kvps.torch.distributed.mailbox import Board
+from kvps.torch.distributed.collectives import Collectives, Plan
+from kvps.torch.distributed.mailbox import Board, open_posts
 from kvps.torch.distributed.ordered_executor import OrderedExecutor
 from kvps.torch.distributed.process_group import NAME, ProcessGroup
 
@@ -64,6 +63,10 @@ RANKS_AT_ONCE, LOOK_FOR_MISSING_S = 64, 0.2
 """Larger groups look less often, in proportion; seconds between two looks at each missing rank."""
 
 
+World = tuple[Board, OrderedExecutor, CallChecker]
+"""The stores, the executor and the checker of the groups of a process."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Served:
     """torch's store of a group."""
@@ -73,23 +76,27 @@ class _Served:
     calls: Store | None
     """The part that the ranks' checkers ask; None if there is only one rank."""
     session: Any
+    ranks: Sequence[int]
+    """The ranks of the group, by their number in the job."""
 
     def others(self) -> list[int]:
-        """Return the other ranks that are in the job, by the newest view."""
-        info = self.session.info
-        return [rank for rank in info.workers_in("held") if rank != self.session.rank]
+        """Return the other ranks of the group that are in the job, by the newest view."""
+        held = self.session.info.workers_in("held")
+        return [rank for rank in self.ranks if rank in held and rank != self.session.rank]
 
 
 @dataclass(slots=True)
 class _Shared:
     """The stores that the groups of this process share, from init_process_group to destroy_process_group."""
 
-    world: tuple[Board, OrderedExecutor, CallChecker] | None = None
+    world: World | None = None
     began: bool = False
     """Whether the session began with the rendezvous, or with the first group."""
     served: list[_Served] = field(default_factory=list)
     """torch's stores of all groups of this process. Rank 0 serves them until it ends: others may
     leave a group later."""
+    posts: DistStore | None = None
+    """That of groups that can be reconfigured: one of few ranks may lack worker 0, which sets the rule."""
     generations: int = 0
     """How often this process has formed the group of all ranks."""
 
@@ -97,23 +104,17 @@ class _Shared:
 _shared = _Shared()
 
 
-def register() -> None:
-    """Make the backend "kvps" known to torch.distributed."""
-    dist.Backend.register_backend(
-        NAME, make, extended_api=True, devices=sorted({"cpu", "cuda", kind() or "cpu"})
-    )
-    of_torch = _rendezvous_handlers["env"]
-
-    def env(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[Any]:
-        is_torch_able = config.text("MASTER_ADDR") and config.text("MASTER_PORT")
-        _shared.began = not process.has_joined()
-        is_torchruns = config.switch("TORCHELASTIC_USE_AGENT_STORE")
-        if is_torch_able and (is_torchruns or not _has_servers(timeout.total_seconds())):
-            yield from of_torch(url, timeout=timeout, **more)
-        else:
-            yield _meet(urlparse(url).query, timeout.total_seconds())
-
-    _rendezvous_handlers["env"] = env
+def meet(
+    of_torch: Callable[..., Iterator[Any]], url: str, timeout: timedelta = timedelta(minutes=30), **more: Any
+) -> Iterator[Any]:
+    """Yield torch's store, the rank and the number of ranks: as torch has them for "env://", or kvps."""
+    is_torch_able = config.text("MASTER_ADDR") and config.text("MASTER_PORT")
+    _shared.began = not process.has_joined()
+    is_torchruns = config.switch("TORCHELASTIC_USE_AGENT_STORE")
+    if is_torch_able and (is_torchruns or not _has_servers(timeout.total_seconds())):
+        yield from of_torch(url, timeout=timeout, **more)
+    else:
+        yield _meet(urlparse(url).query, timeout.total_seconds())
 
 
 def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
@@ -213,7 +214,13 @@ def _made(options: Any, more: Any) -> ProcessGroup:
         raise ConfigError(f"the backend {NAME!r} has no pg_options; remove them")
     timeout_s = options.timeout.total_seconds()
     members = list(options.global_ranks_in_group)
-    is_default = not members
+    is_default, name = not members, str(options.group_id)
+    can_change = getattr(options, "enable_reconfigure", False)  # torch 2.14 has it
+    if not is_default and getattr(dist.group.WORLD, "supports_reconfigure", False):
+        raise ConfigError(
+            "new_group() beside a group that can be reconfigured is not supported by the backend kvps; "
+            "leave enable_reconfigure out, or make the other group with another backend"
+        )
     size, rank = options.group_size, options.group_rank
     if not is_default:
         size, rank = dist.get_world_size(), dist.get_rank()
@@ -225,21 +232,84 @@ def _made(options: Any, more: Any) -> ProcessGroup:
             )
         _shared.began = _shared.began or not process.has_joined()
         session = _join(rank, size, timeout_s)
+        if can_change:
+            if _shared.posts is None or _shared.posts.session is not session:
+                _shared.posts = open_posts("torch.posts", StoreOptions(timeout_s, "shrink"))
+            change = _Change(name, options.store, session, timeout_s)
+            return ProcessGroup(name, rank, size, _close, change.handle(rank), change)
         generation = _agree(options.store, session, timeout_s)
-        tracks = OrderedExecutor()
-        prefix = f"kvps.calls.{generation}"
-        calls = own_connection(options.store, prefix) if size > 1 else None
-        _shared.served.append(_Served(options.store, calls, session))
-        atexit.unregister(_serve_to_the_end)
-        atexit.register(_serve_to_the_end)  # while threads can still end, and before the job is left
-        board = Board(timeout_s, generation)
-        checker = CallChecker(calls, tracks, lambda: _is_there(session, 0), rank)
-        _shared.world = board, tracks, checker
+        _shared.world = _begin_world(options.store, session, generation, range(size), timeout_s)
+    group = ProcessGroup(name, options.group_rank, options.group_size, _close if is_default else lambda: None)
     board, tracks, checker = _shared.world
-    ranks = members or list(range(size))
-    collectives = Collectives(board, str(options.group_id), ranks, timeout_s)
-    end = _close if is_default else lambda: None
-    return ProcessGroup(str(options.group_id), collectives, tracks, ranks, checker, end)
+    group.enter(Collectives(board, name, members or range(size), timeout_s), tracks, checker)
+    return group
+
+
+def _begin_world(
+    store: Store,
+    session: Any,
+    generation: str,
+    ranks: Sequence[int],
+    timeout_s: float,
+    posts: DistStore | None = None,
+) -> World:
+    """Make and return what these ranks talk through."""
+    tracks = OrderedExecutor()
+    calls = own_connection(store, f"kvps.calls.{generation}") if len(ranks) > 1 else None
+    _shared.served.append(_Served(store, calls, session, ranks))
+    atexit.unregister(_serve_to_the_end)
+    atexit.register(_serve_to_the_end)  # while threads can still end, and before the job is left
+    is_whole = len(ranks) == session.info.workers
+    board = Board(timeout_s, generation, posts, "fail" if is_whole else "shrink")
+    watched = ranks if posts else ()  # of other groups, the store of posts ends the calls
+    checker = CallChecker(
+        calls, tracks, lambda: _is_there(session, 0), session.rank, lambda: _lost(session, watched)
+    )
+    return board, tracks, checker
+
+
+@dataclass(slots=True)
+class _Change:
+    """Changes of the members of a group: each is a world of its own, and begins with new keys."""
+
+    name: str
+    store: Store
+    session: Any
+    timeout_s: float
+    used: set[int] = field(default_factory=set)
+    """The uuids of the worlds before."""
+
+    def handle(self, rank: int) -> str:
+        """Return what names the process that is this rank of the job now."""
+        return f"kvps/{rank}/{self.session.info.incarnation(rank)}"
+
+    def __call__(self, group: ProcessGroup, opts: Any) -> Plan:
+        """Have a group enter the world that the options name; return the barrier of its members.
+
+        Raises:
+            ConfigError: for handles that are not of this job, or lack this process; or hints.
+            RuntimeError: for a uuid that was used.
+        """
+        uuid, hints = int(opts.uuid), dict(opts.hints)
+        handles = list(opts.handles) if isinstance(opts.handles, list) else sorted(opts.handles)
+        if uuid in self.used:
+            raise RuntimeError(f"_reconfigure: uuid {uuid} was already used by this process; give another")
+        parts = [handle.split("/") for handle in handles]
+        ranks = [int(rank) for kind, rank, *_ in parts if kind == NAME]
+        if self.handle(self.session.rank) not in handles or hints or len({*ranks}) < len(handles):
+            raise ConfigError(
+                f"_reconfigure: give the handle of each member, with that of this process, and no hints; got "
+                f"{handles} and {hints}"
+            )
+        self.used.add(uuid)
+        _end_world()
+        limit_s = opts.timeout.total_seconds() if opts.timeout else self.timeout_s
+        generation = hashlib.blake2b(f"{uuid} {handles}".encode(), digest_size=8).hexdigest()
+        _shared.world = _begin_world(self.store, self.session, generation, ranks, limit_s, _shared.posts)
+        board, tracks, checker = _shared.world
+        label = f"{self.name}.{generation}"
+        group.enter(Collectives(board, label, ranks, self.timeout_s), tracks, checker)
+        return Collectives(board, f"{label}.entry", ranks, limit_s).barrier()
 
 
 def _agree(store: Store, session: Any, timeout_s: float) -> str:
@@ -340,6 +410,12 @@ def _is_there(session: Any, rank: int) -> bool:
     return rank in session.info.workers_in("held")
 
 
+def _lost(session: Any, ranks: Sequence[int]) -> list[int]:
+    """Return those of some ranks that are lost, by the newest view."""
+    info = session.info
+    return sorted({*ranks} & {*info.workers_in("lost"), *info.workers_in("gone")})
+
+
 def _serve_to_the_end() -> None:
     """Serve torch's stores until no other rank asks them, if this process ends well; then end them.
 
@@ -357,15 +433,19 @@ def _close() -> None:
     The process stays a worker until it ends or calls kvps.shutdown(), so that it may begin another group; but
     an embedded cluster that began with the group ends with it.
     """
+    _end_world()
+    began, _shared.began = _shared.began, False
+    if began:
+        process.end_embedded()
+
+
+def _end_world() -> None:
     if _shared.world is None:
         return
     (board, tracks, checker), _shared.world = _shared.world, None
-    began, _shared.began = _shared.began, False
     checker.close()
     try:
         board.close()
     except KvpsError as error:  # the caller has got it from wait()
         log.warning("destroy_process_group: %s", error)
     tracks.close()
-    if began:
-        process.end_embedded()
