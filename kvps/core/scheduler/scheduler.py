@@ -146,23 +146,40 @@ class Scheduler:
                 case p.Beat():
                     self._on_beat(route, envelope, message, now)
                 case p.Alive():
-                    self._on_alive(route, envelope, message, now)
+                    seat = self._heard(route, packet, now, *Role)
+                    link = seat.links[route]
+                    if message.number == link.challenge:
+                        link.proved = message.number
+                        link.is_supervisor = message.guardian and seat.is_guarded
                 case p.Barrier():
-                    self._on_barrier(route, envelope, message, now)
+                    seat = self._heard(route, packet, now, Role.WORKER)
+                    self._on_barrier(seat, route, envelope, message, now)
                 case p.Close():
-                    self._on_close(route, envelope, message, now)
+                    seat = self._heard(route, packet, now, Role.WORKER)
+                    self.job.barriers.close(seat.node.rank, [store.store for store in message.stores])
+                    self.job.send(route, p.Closed(message.stores))
                 case p.Checkpoint():
-                    self._on_checkpoint(route, envelope, message, now)
+                    seat = self._heard(route, packet, now, Role.WORKER)
+                    if envelope.view >= self.job.since:
+                        waiter = Waiter(route, envelope.seq)
+                        self.job.ask_for_checkpoint(seat.node.rank, waiter, message, now)
                 case p.Halted() | p.Proceeding():
-                    self._on_cut(route, envelope, message, Role.WORKER, now)
+                    seat = self._heard(route, packet, now, Role.WORKER)
+                    self.job.hear_of_cut(seat.node, message, now)
                 case p.ImageTaken() | p.ImageKept() | p.Committed() | p.Shelf() | p.Restored():
-                    self._on_cut(route, envelope, message, Role.SERVER, now)
+                    seat = self._heard(route, packet, now, Role.SERVER)
+                    self.job.hear_of_cut(seat.node, message, now)
                 case p.Resume():
-                    self._on_resume(route, envelope, message, now)
+                    seat = self._heard(route, packet, now, Role.WORKER)
+                    self._on_resume(seat, route, envelope, message, now)
                 case p.Standing():
-                    self._on_standing(route, envelope, message, now)
+                    seat = self._heard(route, packet, now, Role.SERVER, Role.STANDBY)
+                    said = replace(message, reason=shortened(message.reason))
+                    self.job.hear_of_copy(seat, said, now)
                 case p.Measured():
-                    self._on_measured(route, envelope, message, now)
+                    seat = self._heard(route, packet, now, Role.SERVER, Role.STANDBY)
+                    if seat.node.role is Role.SERVER:
+                        self._on_measured(seat, message, now)
                 case _:
                     raise ProtocolError(f"a scheduler does not accept {type(message).__name__}")
         except KvpsError as error:
@@ -306,13 +323,6 @@ class Scheduler:
             if is_new:
                 self.job.note("info", f"{hello.host}:{hello.pid} waits: {doubt}")
         return bool(doubt)
-
-    def _on_alive(self, route: Route, envelope: Envelope, alive: p.Alive, now: float) -> None:
-        seat = self._recognise(route, envelope, now)
-        self.job.revive(seat, now)
-        link = seat.links[route]
-        if alive.number == link.challenge:
-            link.proved, link.is_supervisor = alive.number, alive.guardian and seat.is_guarded
 
     def _on_ping(self, route: Route, seq: int, packet: Packet, now: float) -> None:
         size = sum([frame.nbytes for frame in packet.payload])
@@ -472,33 +482,24 @@ class Scheduler:
         self.job.send(route, self.job.rendezvous.answer(seq, request))
         self.job.has_changed |= self.job.rendezvous.issued != before
 
-    def _on_cut(self, route: Route, envelope: Envelope, message: Message, role: Role, now: float) -> None:
-        seat = self._recognise(route, envelope, now)
-        if seat.node.role is not role:
-            raise ProtocolError(f"{seat.node} sent {type(message).__name__}; only a {role} may")
+    def _heard(self, route: Route, packet: Packet, now: float, *roles: Role) -> Seat:
+        """Return the seat of a sender, which is held from now on.
+
+        Raises:
+            ProtocolError: if only members of other roles may say that.
+        """
+        seat = self._recognise(route, packet.envelope, now)
+        if seat.node.role not in roles:
+            may = " or ".join([str(role) for role in roles])
+            raise ProtocolError(f"{seat.node} sent {type(packet.message).__name__}; only a {may} may")
         self.job.revive(seat, now)
-        self.job.hear_of_cut(seat.node, message, now)
+        return seat
 
-    def _on_checkpoint(self, route: Route, envelope: Envelope, request: p.Checkpoint, now: float) -> None:
-        seat = self._recognise(route, envelope, now)
-        if seat.node.role is not Role.WORKER:
-            raise ProtocolError(f"{seat.node} asked for a checkpoint; only workers may")
-        self.job.revive(seat, now)
-        if envelope.view >= self.job.since:
-            self.job.ask_for_checkpoint(seat.node.rank, Waiter(route, envelope.seq), request, now)
-
-    def _on_close(self, route: Route, envelope: Envelope, close: p.Close, now: float) -> None:
-        seat = self._recognise(route, envelope, now)
-        self.job.barriers.close(seat.node.rank, [store.store for store in close.stores])
-        self.job.send(route, p.Closed(close.stores))
-
-    def _on_barrier(self, route: Route, envelope: Envelope, barrier: p.Barrier, now: float) -> None:
-        seat = self._recognise(route, envelope, now)
-        if seat.node.role is not Role.WORKER:
-            raise ProtocolError(f"{seat.node} waits at a barrier; only workers may")
+    def _on_barrier(
+        self, seat: Seat, route: Route, envelope: Envelope, barrier: p.Barrier, now: float
+    ) -> None:
         if not seat.is_alive:
             raise ProtocolError(f"{seat.node} has {seat.state.value}; it cannot wait at a barrier")
-        self.job.revive(seat, now)
         if envelope.view < self.job.since:
             return  # its sender is still in the former epoch, and will not wait for an answer
         barriers, rank, name = self.job.barriers, seat.node.rank, (barrier.store, barrier.name)
@@ -514,11 +515,9 @@ class Scheduler:
             why = f"waits for {who}"
             self.job.send(route, p.Probed((), (p.Pending(envelope.seq, why),), (envelope.seq,)))
 
-    def _on_resume(self, route: Route, envelope: Envelope, resume: p.Resume, now: float) -> None:
-        seat = self._recognise(route, envelope, now)
-        if seat.node.role is not Role.WORKER or not seat.is_alive:
-            raise ProtocolError(f"{seat.node} ({seat.state.value}) asked to resume; only workers may")
-        self.job.revive(seat, now)
+    def _on_resume(self, seat: Seat, route: Route, envelope: Envelope, resume: p.Resume, now: float) -> None:
+        if not seat.is_alive:
+            raise ProtocolError(f"{seat.node} has {seat.state.value}; it cannot resume")
         barriers, rank = self.job.barriers, seat.node.rank
         if not seat.is_replacement:
             self.job.send(route, p.Resumed(envelope.seq, False, {}))
@@ -531,20 +530,7 @@ class Scheduler:
         numbers = barriers.next_numbers(rank, resume.store) if resume.pushed is None else {}
         self.job.send(route, p.Resumed(envelope.seq, True, numbers))
 
-    def _on_standing(self, route: Route, envelope: Envelope, standing: p.Standing, now: float) -> None:
-        seat = self._recognise(route, envelope, now)
-        if seat.node.role is Role.WORKER:
-            raise ProtocolError(f"{seat.node} sent Standing; only servers and standbys may")
-        self.job.revive(seat, now)
-        said = replace(standing, reason=shortened(standing.reason))
-        self.job.hear_of_copy(seat, said, now)
-
-    def _on_measured(self, route: Route, envelope: Envelope, measured: p.Measured, now: float) -> None:
-        seat = self._recognise(route, envelope, now)
-        if seat.node.role is Role.STANDBY:
-            return
-        if seat.node.role is not Role.SERVER:
-            raise ProtocolError(f"{seat.node} sent figures; only servers may")
+    def _on_measured(self, seat: Seat, measured: p.Measured, now: float) -> None:
         rank, measured = seat.node.rank, printable(measured)
         if measured.number == 0:  # unasked
             self.job.status_report.tell(rank, measured, now)

@@ -47,8 +47,6 @@ LATER = 3
 STATUS_MAX_S = 5.0
 HTTP = "127.0.0.1:0"
 TRAINING = Path(__file__).with_name("training.py")
-
-
 NEXT = f"""Next:
   kvps-launch -n 2 -s 2 -- python train.py    run a script of yours on a cluster
   kvps top, kvps doctor, kvps-launch --help   watch a job, find faults, start one
@@ -97,20 +95,7 @@ def main(argv: Sequence[str]) -> int:
     console.print(
         "2 workers and 2 servers train on this machine; each server has a copy in the other's process"
     )
-    words = [
-        "-n",
-        "2",
-        "-s",
-        "2",
-        "--replicas",
-        "1",
-        "--max-restarts",
-        "1",
-        "--http",
-        http,
-        "--log-format",
-        "text",
-    ]
+    words = f"-n 2 -s 2 --replicas 1 --max-restarts 1 --http {http} --log-format text".split()
     words += ["--log-level", "error" if level == "warning" else level]  # the kills are no news
     insecure = ["--insecure"] if flags.is_insecure(parsed) else []
     script = [sys.executable, "-P", "-m", "kvps.tools.demo.training", str(steps)]
@@ -134,11 +119,10 @@ class Show:
         self._console = console
         self._steps = steps
         self._url = ""
-        self._kills = [
+        self._due = [
             Kill("worker 1", steps // 3, "its replacement went on at the step of worker 0"),
             Kill("server 0", steps * 2 // 3, "its copy took its place"),
         ]
-        self._due = list(self._kills)
         self._closed_at = 0.0
         """When the newest round closed."""
         self._results: list[str] = []

@@ -342,7 +342,7 @@ class TestResume:
     def test_is_for_workers(self) -> None:
         stage = running()
         (error,) = sent(self.resume(stage, "s0"), Error)
-        assert "asked to resume" in error.text
+        assert "only a worker may" in error.text
 
 
 class TestBarrier:

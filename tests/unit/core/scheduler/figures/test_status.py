@@ -103,7 +103,7 @@ def test_stalled_rounds_of_servers_are_shown() -> None:
     (shown,) = look(stage).rounds
     assert shown == OLD._replace(age_s=13.0)
     (error,) = sent(stage.say("w0", told((OLD,))), Error)
-    assert "worker 0 sent figures" in error.text
+    assert "worker 0 sent Measured; only a server or standby may" in error.text
 
 
 @pytest.mark.spec("R330")
