@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from kvps import annexes, config
 from kvps.core.effects import Core, Exit, Finish
 from kvps.core.membership_client import SEATED
-from kvps.core.scheduler.job import Suspect
+from kvps.core.scheduler.handover import Suspect
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.server.server import Server
 from kvps.errors import ConfigError, KvpsError, Timeout, WorkerLost

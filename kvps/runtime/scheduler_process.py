@@ -24,7 +24,8 @@ from kvps.checkpoint import atomic_file
 from kvps.core.effects import Exit, Finish
 from kvps.core.limits import Limits
 from kvps.core.liveness import DROP_GRACE_S, SILENCE_MAX_S
-from kvps.core.scheduler.job import CONCLUDED, SERVERS, Suspect
+from kvps.core.scheduler.handover import SERVERS, Suspect
+from kvps.core.scheduler.job import CONCLUDED
 from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler
 from kvps.core.scheduler.seat import GOES_ON, REBUILDS, REPLACE_MAX_S, SEATS, Settings
 from kvps.errors import ConfigError, KvpsError, StorageError

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvps import config
-from kvps.core.scheduler.job import Suspect
+from kvps.core.scheduler.handover import Suspect
 from kvps.core.scheduler.scheduler import Scheduler
 from kvps.net.driver import Inbox
 

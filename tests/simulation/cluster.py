@@ -22,7 +22,7 @@ from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.embedding.tiered import Tier
 from kvps.core.membership_client import JOIN_MAX_S, SEATED, Identity
 from kvps.core.optim.hyperparams import resolve
-from kvps.core.scheduler.job import SUSPECT, Suspect
+from kvps.core.scheduler.handover import SUSPECT, Suspect
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.scheduler.seat import Seat
 from kvps.core.server.server import WANTED, Server

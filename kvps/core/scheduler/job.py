@@ -24,41 +24,33 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Exit, Finish, Note, Outbox, Route, Save, Send, Trust
-from kvps.core.liveness import SUSPECTED_AFTER_S
 from kvps.core.scheduler.barriers import Barriers, RoutedMessage, Waiter
 from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
 from kvps.core.scheduler.cut import NodeMessage
 from kvps.core.scheduler.figures.fault_log import FaultLog
 from kvps.core.scheduler.figures.measurements import ServerMeasurements
 from kvps.core.scheduler.figures.status import StatusReport
+from kvps.core.scheduler.handover import Handover
 from kvps.core.scheduler.membership import Membership
-from kvps.core.scheduler.moves import Order
 from kvps.core.scheduler.phase import Phase, assess, told
 from kvps.core.scheduler.rate_limits import ViewRateLimiter
 from kvps.core.scheduler.saved_state import RendezvousTable, SavedState, dump, load
 from kvps.core.scheduler.seat import GOES_ON, REBUILDS, SEATS, Seat, Settings, State
 from kvps.core.scheduler.standbys import Standbys
 from kvps.core.scheduler.view_history import ViewHistory
-from kvps.errors import ConfigError, KvpsError, ServerLost, Timeout
+from kvps.errors import Timeout
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
-from kvps.protocol.membership import Beat, Done, Error, Hello, Released, Seen, Standing, Stop, View, Welcome
+from kvps.protocol.membership import Error, Released, Seen, Stop, View, Welcome
 from kvps.protocol.publications import ServersAre
 
 EXIT_DONE, EXIT_LOST, EXIT_TEMPORARY = 0, 1, 75
 CONCLUDED = 1
 """The ticket of :meth:`Job.conclude`; its value is the number of the last checkpoint, or 0."""
-SERVERS = 7
-"""The ticket that tells how many processes of servers are to run: those that hold seats in the end, and those
-that are being drained."""
-SUSPECT = 5
-"""The ticket that asks whether somebody listens at the endpoint of a :class:`Suspect`; the answer, if nobody
-does, is :meth:`~kvps.core.scheduler.scheduler.Scheduler.on_ended`. Asked only in a job with copies."""
 LOOK_EVERY_S = 2.0
 """How often the scheduler looks at the time while anything can be due."""
 STILL_S = 5.0
@@ -82,16 +74,6 @@ SHOWN_OCTETS = 4
 def next_job(name: bytes) -> bytes:
     """Return the name of the job that follows job ``name`` under ``--keep-alive``."""
     return hashlib.blake2b(name, digest_size=16).digest()
-
-
-class Suspect(NamedTuple):
-    """A server, or a standby, whose connection broke or which is silent, and where it listens."""
-
-    rank: int
-    incarnation: int
-    endpoint: str
-    is_silent: bool = False
-    """Its connection is whole: its host may be gone, or the process has stopped for a moment."""
 
 
 class Place(NamedTuple):
@@ -123,6 +105,7 @@ class Job:
         """All seats of this job have been taken once."""
         self.seats = Membership(settings)
         self.standbys = Standbys(self.seats)
+        self.handover = Handover(self)
         self.barriers = Barriers(range(settings.workers), settings.limits.barrier_names)
         self.checkpoints = self._coordinator()
         self.since = 0
@@ -156,7 +139,7 @@ class Job:
         self._told_of = {GOES_ON: False, REBUILDS: False}
         self._seats_told, self._is_seated = 0, False
         """The number of taken seats that was told last, and whether it was all of them."""
-        self._schedule()
+        self.schedule()
 
     def _coordinator(self) -> CheckpointCoordinator:
         settings = self.settings
@@ -182,7 +165,7 @@ class Job:
             self._looked_at = now
         before = self.phase
         if self.standbys.is_on:
-            self._promote(now)
+            self.handover.promote(now)
         self.phase, self.reason = self.assess(now)
         if self.phase is Phase.RUNNING and not self.formed:
             self.formed = True
@@ -193,10 +176,10 @@ class Job:
         self._tell_seats()
         self.tell_if_it_goes_on()
         answers = self._assemble()
-        self._meet(now)
+        self.meet(now)
         if self.standbys.is_on:
-            self._move(now)
-            self._assign(now)
+            self.handover.move(now)
+            self.handover.assign(now)
         if self.phase is Phase.ENDING and not self.seats.has_held_worker:
             is_well = all(seat.state is State.LEFT or seat.is_vacant for seat in self.seats.workers(*State))
             self._end(EXIT_DONE if is_well else EXIT_LOST, self.reason, now)
@@ -206,229 +189,7 @@ class Job:
         if self.phase is not Phase.FORMING:
             self._announce(now)
         self.answer(answers)
-        self._schedule()
-
-    def _promote(self, now: float) -> None:
-        """Give the seats of lost servers to standbys that are level; leave out standbys that are lost."""
-        ours = self.standbys
-        for seat in ours.clear_lost():
-            self.note(
-                "warning", f"the standby of server {seat.node.rank} is lost ({seat.reason}): it has no copy"
-            )
-        for server in ours.fallen() if self.formed else ():
-            self._meet(now)  # a cut that is being made ends here: the standby has no image of it
-            if (standby := ours.promote(server, now)) is None:
-                if why := ours.miss(server):
-                    self.note("warning", f"nobody takes the place of {server.node}: {why}")
-                continue
-            who = f"{standby.host}:{standby.pid}"
-            text = f"{server.node} is lost ({server.reason}): its standby {who} goes on in its place"
-            self.note("warning", text, member=str(server.node), state="promoted")
-            self.fault_log.promoted(server.node, who, now)
-            self.counts.add("kvps_promotions_total")
-
-    # --- seats that move --------------------------------------------------------------------
-
-    def drain(self, seat: Seat, waiter: Waiter, within_s: float, now: float, *, by_itself: bool) -> None:
-        """The process that holds a seat is to hand all of its seats to others.
-
-        Raises:
-            ConfigError: if that cannot be.
-        """
-        self._demand_movable()
-        spares = [spare.process for spare in self.standbys.spares.values()]
-        others = {*self.standbys.moves.holders(), *spares} if by_itself else None
-        if self.standbys.moves.drain(seat, waiter, within_s, now, others):
-            self.note("info", f"{seat.host}:{seat.pid} is drained: others take the seats that it holds")
-            for route in [at for at, spare in self.standbys.spares.items() if spare.process == seat.process]:
-                self._part(route, "its process is drained")
-            self._begin_to_move(now)
-
-    def scale(self, servers: int, waiter: Waiter, within_s: float, now: float) -> None:
-        """So many processes are to hold the seats of servers.
-
-        Raises:
-            ConfigError: if they cannot.
-        """
-        self._demand_movable()
-        leaving = self.standbys.moves.leaving
-        if self.standbys.moves.scale(servers, waiter, within_s, now):
-            self.note("info", f"the seats of servers are spread over {servers} processes")
-            self._outbox.append(Finish(SERVERS, servers + len(leaving)))
-            self._begin_to_move(now)
-
-    def _demand_movable(self) -> None:
-        if self.phase is not Phase.RUNNING:
-            raise ConfigError(f"the job does not run ({self.reason}), so no seat can be handed over")
-        working = {seat.process for seat in self.seats.by_node.values() if seat.node.role is Role.WORKER}
-        for process, seats in self.standbys.moves.holders().items():
-            if process in working:
-                raise ConfigError(
-                    f"{seats[0].node} is a thread of a worker's process, as in a LocalCluster: its seat is "
-                    "not moved. Start a job whose servers come and go with kvps-launch"
-                )
-
-    def _begin_to_move(self, now: float) -> None:
-        for seat in self.standbys.moves.seats_to_move():
-            copy = self.standbys.of(seat)
-            if copy is not None and (why := self.standbys.why_not_level(copy)):
-                self._give_up(seat, why)
-        self.apply_changes(now)
-
-    def _part(self, route: Route, why: str) -> None:
-        """Let a spare go."""
-        self.send(route, Stop(EXIT_DONE, why))
-        self.standbys.withdraw(route)
-
-    def _move(self, now: float) -> None:
-        """Hand over the seats whose next holder is level, and see what else is to move."""
-        ours, seats = self.standbys.moves, self.seats
-        while ready := self.standbys.ready_to_move():
-            self._hand_over(ready, now)
-        moving = ours.seats_to_move()
-        for seat in moving if self.settings.replicas else moving[:1]:
-            ours.begun.setdefault(seat.node.rank, now)
-            if self.standbys.of(seat) is None:
-                seats.want_standby(seat.node.rank)
-                seat.standing = Standing()
-        if misplaced := self.standbys.misplaced(moving):
-            self.dismiss(misplaced, "another process is to hold the seat")
-        for order, why in ours.finished():
-            self._tell_of(order, ServerLost(why) if why else None)
-        ours.forget()
-        if not self.settings.replicas:
-            kept = {seat.node.rank for seat in ours.seats_to_move()[:1]}
-            for node in [each.node for each in self.standbys.all() if each.node.rank not in kept]:
-                self.dismiss([node], "no seat is moved any more")
-                del seats.by_node[node]
-            for route in list(self.standbys.spares) if not ours.orders else ():
-                self._part(route, "no seat is moved any more")
-
-    def _hand_over(self, server: Seat, now: float) -> None:
-        """Give a seat to its standby, which has all, and tell its holder to stop."""
-        server.lose("another process has its seat", now)
-        self._meet(now)  # a cut that is being made ends here: the standby has no image of it
-        routes = list(server.links)
-        standby = self.standbys.promote(server, now, moves=True)
-        assert standby is not None
-        who = f"{standby.host}:{standby.pid}"
-        for route in routes:
-            self.send(route, Stop(EXIT_DONE, f"{server.node} is at {who} from now on"))
-        took_s = self.standbys.moves.moved[-1].took_s
-        text = f"{server.node} has moved from {server.host}:{server.pid} to {who} in {took_s:.1f} s"
-        self.note("info", text, member=str(server.node), state="moved")
-        self.counts.add("kvps_moves_total")
-
-    def _tell_of(self, order: Order, error: KvpsError | None) -> None:
-        """Answer the members and operators that have asked for seats to be moved."""
-        if error is not None:
-            self.note("warning", f"{order.what}: {error}")
-        for route, seq, *_ in order.waiters:
-            self.send(route, Done(seq) if error is None else Error(seq, error.code, str(error)))
-
-    def _assign(self, now: float) -> bool:
-        """Give spares the empty seats of standbys, while the job runs; return whether one was given."""
-        given = self.standbys.assign(now) if self.phase is Phase.RUNNING else []
-        for seat in given:
-            self.note("info", f"{seat.host}:{seat.pid} becomes the standby of server {seat.node.rank}")
-        return bool(given)
-
-    def may_be_spare(self, hello: Hello) -> bool:
-        """Whether a server that joins a job with copies finds no seat, as all are held."""
-        wanted = self.seats.wanted(hello)
-        is_server = bool(self.standbys.is_on and self.formed and hello.role == Role.SERVER and wanted)
-        return is_server and all(seat.links and not seat.is_free_for(hello) for seat in wanted)
-
-    def offer(self, route: Route, hello: Hello, now: float) -> None:
-        """A process wants the seat of a standby; it is told to wait if it does not get one at once.
-
-        Raises:
-            ConfigError: if it cannot be one in this job.
-        """
-        if (hello.host, hello.pid) in (*self.standbys.moves.leaving, *self.standbys.moves.parted):
-            self.send(route, Stop(EXIT_DONE, "its process is drained"))
-            return
-        if not self.standbys.is_on:
-            raise ConfigError(
-                "the servers of this job have no standbys: start kvps-scheduler with --replicas 1"
-            )
-        self.standbys.offer(route, hello, now)
-        if self._assign(now):
-            self.apply_changes(now)
-        else:
-            self.send(route, Beat(0, "a spare: it waits until a server has no standby"))
-            self._schedule()
-
-    def drop(self, route: Route, now: float) -> None:
-        """A connection broke; if it was the last one of a server or standby, ask whether that has ended."""
-        seat = self.seats.routes.get(route)
-        self.seats.drop(route, now)
-        if self.standbys.is_on:
-            self.standbys.withdraw(route)
-            if seat is not None and seat.dropped_at == now and seat.node.role is not Role.WORKER:
-                self._look_into(seat, is_silent=False)
-
-    def end_of(self, rank: int, incarnation: int, now: float) -> None:
-        """Nobody listens where a server or standby did whose connection broke, or which is silent."""
-        for node in (Node(Role.SERVER, rank), Node(Role.STANDBY, rank)):
-            seat = self.seats.by_node.get(node)
-            if seat is None or seat.incarnation != incarnation:
-                continue
-            if seat.dropped_at is not None:
-                seat.lose("its process has ended", now)
-            elif seat.state is State.HELD and now >= seat.heard_at + SUSPECTED_AFTER_S:
-                seat.lose(f"silent for {now - seat.heard_at:.1f} s, and its host does not answer", now)
-            else:
-                continue
-            self._tell_lost(seat, now)
-            self.apply_changes(now)
-
-    def _look_into(self, seat: Seat, is_silent: bool) -> None:
-        suspect = Suspect(seat.node.rank, seat.incarnation, seat.endpoint, is_silent)
-        self._outbox.append(Finish(SUSPECT, suspect))
-
-    def hear_of_copy(self, seat: Seat, standing: Standing, now: float) -> None:
-        """A standby says how its copy stands, or a server that it cannot go on with its standby."""
-        before, rank = seat.standing.reason, seat.node.rank
-        has_changed = self.standbys.hear(seat, standing)
-        is_new = standing.reason not in ("", before) and not standing.dismiss
-        if is_new and seat.node.role is Role.SERVER and self.settings.replicas:
-            self.note(
-                "warning",
-                f"no standby can take the place of server {rank}: {standing.reason}; a loss of server {rank} "
-                "ends as without --replicas",
-            )
-        if has_changed and seat.node.role is Role.STANDBY:
-            how = "is level: 2 of 2 copies" if seat.is_level else "is not level any more: 1 of 2 copies"
-            self.note("info", f"the standby of server {rank} ({seat.host}:{seat.pid}) {how}")
-            # Whether their hosts answer is known only if they did.
-            for known in (seat, self.standbys.server_of(seat)) if self.settings.replicas else ():
-                self._look_into(known, is_silent=True)
-        elif has_changed:
-            self.standbys.defer(rank, now)
-            self.dismiss([Node(Role.STANDBY, rank)], standing.reason)
-        if (is_new and self._give_up(seat, standing.reason)) or has_changed:
-            self.apply_changes(now)
-
-    def _give_up(self, seat: Seat, reason: str) -> bool:
-        """A server cannot be copied, or this process cannot hold it; return whether its seat was to move."""
-        rank = seat.node.rank
-        given_up = self.standbys.moves.give_up(rank)
-        for order in given_up:
-            text = f"the seat of server {rank} cannot be handed over: {reason}. The job goes on as before"
-            self._tell_of(order, ConfigError(text))
-        return bool(given_up)
-
-    def dismiss(self, nodes: Sequence[Node], reason: str) -> None:
-        """Let standbys go: their processes are told to stop, and others may get their seats."""
-        for node in nodes:
-            seat = self.seats.by_node[node]
-            if seat.state is State.EMPTY:
-                continue
-            for route in seat.links:
-                self.send(route, Stop(EXIT_DONE, f"the standby of server {node.rank} is dismissed: {reason}"))
-            self.standbys.clear(seat)
-            self.note("warning", f"the standby of server {node.rank} is dismissed: {reason}")
+        self.schedule()
 
     def _tell_seats(self) -> None:
         """Tell how many seats are taken, as long as not all of them were."""
@@ -436,7 +197,7 @@ class Job:
         taken = sum([seat.is_taken for seat in seats if seat.node.role is not Role.STANDBY])
         if self.settings.tells_seats and taken != self._seats_told and not self._is_seated:
             self._seats_told, self._is_seated = taken, self.formed
-            self._outbox.append(Finish(SEATS, taken))
+            self.report(SEATS, taken)
 
     def tell_if_it_goes_on(self) -> None:
         """Tell whether all workers that are here go on without a lost one, or a lost server, each time
@@ -450,7 +211,7 @@ class Job:
             ticket for ticket in now if self.settings.tells_seats and now[ticket] != self._told_of[ticket]
         ]:
             self._told_of[ticket] = now[ticket]
-            self._outbox.append(Finish(ticket, int(now[ticket])))
+            self.report(ticket, int(now[ticket]))
 
     def on_time(self, now: float) -> None:
         """Run the timers that are due."""
@@ -462,12 +223,12 @@ class Job:
             )
             self.seats.excuse(now)
         for seat in self.seats.silent(now) if self.settings.replicas else ():
-            self._look_into(seat, is_silent=True)
+            self.handover.look_into(seat, is_silent=True)
         for order, why in (late := self.standbys.moves.overdue(now)):
-            self._tell_of(order, Timeout(f"{order.what}: {why}. The job goes on as before"))
+            self.handover.tell_of(order, Timeout(f"{order.what}: {why}. The job goes on as before"))
         lost = self.seats.expire(now)
         for seat in lost:
-            self._tell_lost(seat, now)
+            self.tell_lost(seat, now)
         is_time = self.standbys.due is not None and now >= self.standbys.due
         if lost or late or is_time or self.assess(now)[0] is not self.phase:
             self.apply_changes(now)
@@ -476,13 +237,13 @@ class Job:
             self._end(code, f"given up: {self.reason}", now)
         if self.stop is None:
             self._tell_if_deserted(now)
-            self._meet(now)  # after a restart nobody has told them who is there
+            self.meet(now)  # after a restart nobody has told them who is there
             self.checkpoints.on_time(now)
             self._perform_checkpoints()
         self._tell(now)
-        self._schedule()
+        self.schedule()
 
-    def _tell_lost(self, seat: Seat, now: float) -> None:
+    def tell_lost(self, seat: Seat, now: float) -> None:
         self.counts.add("kvps_members_lost_total", str(seat.node.role))
         text = f"{seat.node} ({seat.host}:{seat.pid}) lost: {seat.reason}"
         self.note("warning", text, member=str(seat.node), state="lost")
@@ -508,27 +269,27 @@ class Job:
         if was_returning and self.checkpoints.recovery is None:
             self.fault_log.rolled_back(self.checkpoints.kept, self.checkpoints.failure, now)
             self.apply_changes(now)
-        self._schedule()
+        self.schedule()
 
     def ask_for_checkpoint(self, rank: int, waiter: Waiter, request: Checkpoint, now: float) -> None:
         """A worker wants a cut."""
         self.checkpoints.ask(rank, waiter, request, now)
         self._perform_checkpoints()
-        self._schedule()
+        self.schedule()
 
     def hear_of_pushes(self, now: float) -> None:
         """A worker says that it has pushed."""
         if not self.checkpoints.has_pushed:
             self.checkpoints.pushed(now)
             self._perform_checkpoints()
-            self._schedule()
+            self.schedule()
 
     def conclude(self, now: float) -> None:
         """Take one more checkpoint, and none after it: the job is to be stopped."""
         self.note("info", "asked for a last checkpoint")
         self.checkpoints.conclude(now)
         self._perform_checkpoints()
-        self._schedule()
+        self.schedule()
 
     def return_to_cut(self, seat: Seat, now: float) -> None:
         """A server was replaced: a new epoch begins, if there is a cut to return to."""
@@ -541,7 +302,7 @@ class Job:
             self.fault_log.rollback_began(seat.node, ours.epoch, ours.kept, now)
             self.barriers.clear(range(self.settings.workers))
             self.since = self.number + 1
-            self.dismiss([each.node for each in self.standbys.all()], f"epoch {ours.epoch} begins")
+            self.handover.dismiss([each.node for each in self.standbys.all()], f"epoch {ours.epoch} begins")
             if left := self.seats.workers(State.LEFT):
                 ranks = ", ".join(str(seat.node.rank) for seat in left)
                 self.note(
@@ -549,7 +310,7 @@ class Job:
                     f"the rounds since the cut are repeated without those that have left: worker {ranks}",
                 )
 
-    def _meet(self, now: float) -> None:
+    def meet(self, now: float) -> None:
         """Tell the checkpoints which members are present."""
         servers = [
             seat.node.rank
@@ -574,7 +335,7 @@ class Job:
                     self.note(effect.level, effect.text)
         if ours.concluded is not None and not self._is_concluded:
             self._is_concluded = True
-            self._outbox.append(Finish(CONCLUDED, ours.concluded))
+            self.report(CONCLUDED, ours.concluded)
         self.has_changed |= ours.has_changed
         ours.has_changed = False
 
@@ -606,7 +367,7 @@ class Job:
         seat.is_added = seat.is_replacement = True
         self.barriers.begin(seat.node.rank)
 
-    def _schedule(self) -> None:
+    def schedule(self) -> None:
         self.seats.has_new_suspect = False
         view_at = self._pace.free_at if self.is_untold else None
         times = (
@@ -631,7 +392,7 @@ class Job:
         for seat in self.seats.workers(*State):
             for route in seat.links:
                 self.send(route, Stop(code, reason))
-        self.dismiss([each.node for each in self.standbys.all()], reason)
+        self.handover.dismiss([each.node for each in self.standbys.all()], reason)
         self.has_changed = True
         self.name, self.formed, self._patience_until = next_job(self.name), False, None
         self.seats.next_job()
@@ -642,7 +403,7 @@ class Job:
         self.status_report, self.measurements = StatusReport(), ServerMeasurements()
         self.phase, self.reason = self.assess(now)
         self._announce(now)
-        self._schedule()
+        self.schedule()
 
     def halt(self, stop: Stop, code: int, now: float) -> None:
         """Stop every member, and this process with ``code`` once all of them can have heard it."""
@@ -688,6 +449,10 @@ class Job:
             elif isinstance(message, Error):
                 self.counts.add("kvps_waits_failed_total")
             self.send(route, message)
+
+    def report(self, ticket: int, value: object) -> None:
+        """Tell the process of the scheduler what it waits for, by its ticket."""
+        self._outbox.append(Finish(ticket, value))
 
     def note(self, level: str, text: str, **fields: object) -> None:
         """Report a fact; ``fields`` are the parts of it that a program may look for."""
@@ -779,7 +544,7 @@ class Job:
     def flush(self, outbox: Outbox) -> None:
         """Append the effects that are due now, in this order."""
         if self.seats.has_new_suspect:
-            self._schedule()
+            self.schedule()
         effects, self._outbox = self._outbox, []
         if self.settings.has_keys and (sessions := self.seats.sessions()) != self._trusted:
             self._trusted = sessions

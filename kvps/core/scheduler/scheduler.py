@@ -136,7 +136,9 @@ class Scheduler:
                 case p.Drain():
                     self._on_drain(route, envelope, message, now)
                 case p.Scale():
-                    self.job.scale(message.servers, Waiter(route, envelope.seq), _within(message), now)
+                    self.job.handover.scale(
+                        message.servers, Waiter(route, envelope.seq), _within(message), now
+                    )
                 case p.Rendezvous():
                     self._on_rendezvous(route, envelope.seq, message)
                 case p.Enrol():
@@ -175,7 +177,7 @@ class Scheduler:
                 case p.Standing():
                     seat = self._heard(route, packet, now, Role.SERVER, Role.STANDBY)
                     said = replace(message, reason=shortened(message.reason))
-                    self.job.hear_of_copy(seat, said, now)
+                    self.job.handover.hear_of_copy(seat, said, now)
                 case p.Measured():
                     seat = self._heard(route, packet, now, Role.SERVER, Role.STANDBY)
                     if seat.node.role is Role.SERVER:
@@ -204,14 +206,14 @@ class Scheduler:
     def on_drop(self, route: Route, now: float) -> None:
         """The connection along ``route`` broke: its seat has a moment to speak again."""
         self.job.counts.now = now
-        self.job.drop(route, now)
+        self.job.handover.drop(route, now)
         self.job.flush(self.outbox)
 
     def on_ended(self, rank: int, incarnation: int, now: float) -> None:
-        """Nobody listens any more where this server, or this standby of it, did; see :data:`SUSPECT`."""
+        """Nobody listens any more where this server, or this standby of it, did."""
         self.job.counts.now = now
         if self.job.stop is None:
-            self.job.end_of(rank, incarnation, now)
+            self.job.handover.end_of(rank, incarnation, now)
         self.job.flush(self.outbox)
 
     def on_timer(self, now: float) -> None:
@@ -305,9 +307,11 @@ class Scheduler:
 
     def _is_spare(self, route: Route, envelope: Envelope, hello: p.Hello, now: float) -> bool:
         """Whether a newcomer waits for the seat of a standby: as it wants to, or as no server's is free."""
-        if envelope.incarnation or not (hello.features & p.STANDBY_FEATURE or self.job.may_be_spare(hello)):
+        if envelope.incarnation or not (
+            hello.features & p.STANDBY_FEATURE or self.job.handover.may_be_spare(hello)
+        ):
             return False
-        self.job.offer(route, hello, now)
+        self.job.handover.offer(route, hello, now)
         return True
 
     def _is_doubtful(self, route: Route, envelope: Envelope, hello: p.Hello, now: float) -> bool:
@@ -359,16 +363,7 @@ class Scheduler:
         # HELLO, as when it changes to its session key, only their number tells.
         if not (seat.links[route].is_supervisor or seat.progress.is_older(beat.progress)):
             went_on = seat.figures.goes_on, seat.figures.rebuilds
-            seat.figures = BeatFigures(
-                beat.rounds,
-                beat.in_bytes,
-                beat.out_bytes,
-                beat.memory_bytes,
-                beat.limit_bytes,
-                beat.goes_on,
-                beat.replayed,
-                beat.rebuilds,
-            )
+            seat.figures = BeatFigures._make([getattr(beat, name) for name in BeatFigures._fields])
             if beat.replayed:
                 self._replaying[seat.node] = seat
             else:
@@ -475,7 +470,7 @@ class Scheduler:
                 raise ConfigError(f"server {drain.rank} {how}: there is no seat to hand over")
             seat = found
         waiter = Waiter(route, envelope.seq)
-        self.job.drain(seat, waiter, _within(drain), now, by_itself=bool(envelope.incarnation))
+        self.job.handover.drain(seat, waiter, _within(drain), now, by_itself=bool(envelope.incarnation))
 
     def _on_rendezvous(self, route: Route, seq: int, request: p.Rendezvous) -> None:
         before = self.job.rendezvous.issued

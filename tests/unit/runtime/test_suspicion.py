@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from kvps.core.scheduler.job import Suspect
+from kvps.core.scheduler.handover import Suspect
 from kvps.core.scheduler.scheduler import Scheduler
 from kvps.runtime import suspicion
 from kvps.runtime.suspicion import Suspicions, answers, has_ended

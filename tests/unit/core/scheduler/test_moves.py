@@ -3,7 +3,7 @@
 import pytest
 
 from kvps.core.effects import Effect, Finish
-from kvps.core.scheduler.job import SERVERS
+from kvps.core.scheduler.handover import SERVERS
 from kvps.core.scheduler.standbys import GATHER_MAX_S
 from kvps.errors import ConfigError, ServerLost, Timeout
 from kvps.protocol.envelope import Envelope, Node, Role

@@ -3,7 +3,7 @@
 import pytest
 
 from kvps.core.effects import Effect, Exit, Finish, Save, Trust
-from kvps.core.scheduler.job import SUSPECT, Suspect
+from kvps.core.scheduler.handover import SUSPECT, Suspect
 from kvps.core.scheduler.seat import Settings, State
 from kvps.core.scheduler.standbys import AGAIN_S, GATHER_MAX_S
 from kvps.errors import ConfigError, Fenced, ProtocolError
