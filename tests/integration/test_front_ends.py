@@ -1,7 +1,7 @@
 """The sweep: every front end by every feature of torch gives what one process gives on all batches, or refuses it by name.
 
 ``tests/integration/front_end_worker.py`` has the features, ``front_ends.py`` the front ends. A job runs all features by one
-front end. ``OTHERWISE`` has the verdicts that differ from ``equal``, each with its reason. Each day plays another quarter of
+front end. ``OTHERWISE`` has the verdicts that differ from ``equal``, each with its reason. Each day plays another eighth of
 the front ends, and ``--all`` all of them.
 """
 
@@ -16,7 +16,7 @@ from tests.integration.processes import Processes
 from tests.support import tiers
 
 LIMIT_S = 150.0
-TODAY = list(FRONT_ENDS)[tiers.day() % 4 :: 4]
+TODAY = list(FRONT_ENDS)[tiers.part_of_today() :: tiers.DAYS]
 
 PASSES = "refused .*(backward_passes_per_step=|overlap=False|call step\\(\\) after each backward)"
 DISCARDED = "refused .*(discarded before step|call step\\(\\) after each backward|overlap=False)"

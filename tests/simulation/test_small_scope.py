@@ -185,7 +185,7 @@ def dies_at_save(job: Job, fatal: int, is_written: bool, play: Play) -> bool:
 def test_any_two_packets_may_be_lost(mode: str) -> None:
     """Of one round of one worker; also two that are sent only because the first was lost.
 
-    Each day the first is of another quarter of the packets.
+    Each day the first is of another eighth of the packets.
     """
     job = job_of(mode, "pushpull", workers=1, steps=1)
 

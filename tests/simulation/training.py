@@ -21,7 +21,7 @@ from tests.support import tiers
 
 
 def seeds(count: int) -> range:
-    """Return the seeds to play: as many as KVPS_SEEDS says, or a quarter of ``count``, another each day.
+    """Return the seeds to play: as many as KVPS_SEEDS says, or an eighth of ``count``, another each day.
 
     With ``--all`` it is all of them.
     """
@@ -29,23 +29,23 @@ def seeds(count: int) -> range:
         return range(int(as_many))
     if tiers.plays_all():
         return range(count)
-    quarter = count // 4
-    first = tiers.day() % 4 * quarter
-    return range(first, first + quarter)
+    part = count // tiers.DAYS
+    first = tiers.part_of_today() * part
+    return range(first, first + part)
 
 
 def of_today(count: int) -> range:
-    """Return which of the packets 1 to ``count`` something befalls: every fourth, others each day.
+    """Return which of the packets 1 to ``count`` something befalls: every eighth, others each day.
 
     With ``--all``, and with KVPS_SEEDS, it is all of them.
     """
     if tiers.plays_all() or os.environ.get("KVPS_SEEDS"):
         return range(1, count + 1)
-    return range(1 + tiers.day() % 4, count + 1, 4)
+    return range(1 + tiers.part_of_today(), count + 1, tiers.DAYS)
 
 
 SEEDS = seeds(80)
-FEWER = SEEDS[: max(1, len(SEEDS) // 6)]
+FEWER = SEEDS[: max(2, len(SEEDS) // 6)]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The tiers of the suite: what is run every day, and what only with ``--all``.
 
 The everyday tier has every requirement of the protocol and every single fault of the smallest jobs; of seeds, and
-of faults of larger jobs, it plays a quarter, another each day, and it leaves out what is marked ``thorough``:
+of faults of larger jobs, it plays an eighth, another each day, and it leaves out what is marked ``thorough``:
 cases that repeat a path with other sizes, and what takes more than some ten seconds. Of the cases of tests marked ``pairwise`` it plays some
 (:mod:`tests.support.pairwise`). KVPS_DAY=N plays the seeds of another day.
 """
@@ -24,6 +24,8 @@ import pytest
 from tests.support import forkserver, summary
 
 SECONDS_OF_A_DAY = 86_400
+DAYS = 8
+"""The number of days in which the everyday tier plays all seeds, all faults of larger jobs, and all front ends."""
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "durations.json"
 
@@ -98,6 +100,11 @@ def pin_terminal(config: pytest.Config) -> None:
 def day() -> int:
     """Return the day whose seeds are played."""
     return int(os.environ.get("KVPS_DAY", "0"))
+
+
+def part_of_today() -> int:
+    """Return which of :data:`DAYS` parts is played today, from 0."""
+    return day() % DAYS
 
 
 def plays_all() -> bool:
