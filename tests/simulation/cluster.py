@@ -581,6 +581,11 @@ class Cluster:
         if not self.clients[rank].process.alive and self.clients[rank].done_at is None:
             self.start_worker(rank)
 
+    def lose(self, rank: int, at: float, again_s: float = 20.0, is_noticed: bool = True) -> None:
+        """Kill a worker at a time, and replace it some seconds later."""
+        self.network.at(at, lambda: self.kill(rank, is_noticed))
+        self.network.at(at + again_s, lambda: self.replace(rank))
+
     def run(self, limit_s: float = 2_000.0) -> None:
         """Let the job run until every script has ended."""
         self.network.run(lambda: self.is_done, limit_s)

@@ -48,7 +48,6 @@ def compressed(has_optimizer: bool) -> test_compression.Compressed:
     return job
 
 
-COMPRESSION = (test_compression.train, test_compression.is_trained)
 CLIPPING = ("R440", "R441", "R442")
 QUORUM = (test_quorum.train, test_quorum.judge)
 RESUMPTION = (test_resume.loop, test_resume.is_trained)
@@ -72,8 +71,8 @@ FEATURES = {
     "clipping, one worker": Feature(
         test_clipping.small_job(1), test_clipping.CLIPPED, CLIPPING, fates=(), dies=(0,)
     ),
-    "compression": Feature(compressed(True), COMPRESSION, resumes=False),
-    "compression, no optimizer": Feature(compressed(False), COMPRESSION, fates=(), resumes=False),
+    "compression": Feature(compressed(True), resumes=False),
+    "compression, no optimizer": Feature(compressed(False), fates=(), resumes=False),
     "quorum, late dropped": Feature(test_quorum.smallest("drop"), QUORUM, fates=(), resumes=False),
     "quorum, late counted": Feature(test_quorum.smallest("next"), QUORUM, resumes=False),
     "joins": Feature(

@@ -15,7 +15,7 @@ from kvps.errors import EpochChanged, Timeout
 from tests.simulation.cluster import Cluster, Script, Store, Values
 from tests.simulation.network import Faults
 from tests.simulation.test_returns import Loss, Supervisor
-from tests.simulation.training import FEWER, Job, Play, faults_of, once, patient, replayable
+from tests.simulation.training import FEWER, Job, Play, faults_of, once, patient, play, replayable
 
 MAX_NORM = 40.0
 WAYS = ("pushpull", "push, pull", "push", "some keys")
@@ -125,13 +125,7 @@ def job_of(seed: int) -> Clipped:
 def test_weights_are_those_of_one_process_that_clips(seed: int, request: pytest.FixtureRequest) -> None:
     job = job_of(seed)
     with replayable(request, job):
-        cluster = Cluster(
-            job.workers, job.servers, lambda rank: train(job, rank), seed, job.faults, job.machines
-        )
-        for at, rank, is_noticed in job.kills:
-            cluster.network.at(at, lambda own=rank, how=is_noticed: cluster.kill(own, how))  # type: ignore[misc]
-            cluster.network.at(at + 20, lambda own=rank: cluster.replace(own))  # type: ignore[misc]
-        cluster.run()
+        cluster = play(job, train)
         for client in cluster.ended_well():
             is_trained(job, client.result)
         for server in cluster.servers:

@@ -18,7 +18,7 @@ from kvps.errors import KvpsError, SchedulerLost, ServerLost, Timeout, WorkerLos
 from kvps.protocol.membership import Barrier
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults
-from tests.simulation.training import FEWER, WAYS, Job, check, faults_of, outlive, patient, replayable, train
+from tests.simulation.training import FEWER, WAYS, Job, check, faults_of, outlive, patient, play, replayable
 
 
 def test_coverage_is_off() -> None:
@@ -49,30 +49,13 @@ def job_of(seed: int) -> Job:
     return job
 
 
-def play(job: Job) -> Cluster:
-    cluster = Cluster(
-        job.workers,
-        job.servers,
-        lambda rank: train(job, rank),
-        job.seed,
-        job.faults,
-        job.machines,
-        has_keys=job.seed % 2 == 1,
-    )
-    for at, rank, is_noticed in job.kills:
-        cluster.network.at(at, lambda own=rank, how=is_noticed: cluster.kill(own, how))  # type: ignore[misc]
-        cluster.network.at(at + 20, lambda own=rank: cluster.replace(own))  # type: ignore[misc]
-    cluster.run()
-    return cluster
-
-
 @pytest.mark.spec("R111")
 @pytest.mark.parametrize("seed", FEWER)
 def test_bits_may_change_on_the_way(seed: int, request: pytest.FixtureRequest) -> None:
     job = job_of(seed)
     job.faults = replace(job.faults, flip=0.05)
     with replayable(request, job):
-        cluster = play(job)
+        cluster = play(job, has_keys=job.seed % 2 == 1)
         assert cluster.network.damaged
         for client in cluster.ended_well():
             check(job.steps, client.result, job.versions[-1])
@@ -92,26 +75,19 @@ def small_job() -> Job:
 # --- asynchronous: each push counts once, and every pull is of one version ------------------------
 
 
-def draw(seed: int, kills: bool = True) -> tuple[random.Random, Job]:
+def draw(seed: int) -> tuple[random.Random, Job]:
     """Draw a job of another kind: only its size and faults."""
     dice = random.Random(seed)
     job = Job(seed, dice.randint(1, 4), dice.choice((1, 2, 3, 5)), dice.randint(2, 8))
     job.faults = faults_of(dice)
     job.store = Store(bigarray_bound=dice.choice([64, 100_000]))
-    for _ in range(dice.choice([0, 1, 2]) if kills else 0):
-        job.kills.append((dice.random() * 3, dice.randrange(job.workers), dice.random() < 0.7))
     return dice, job
 
 
-def play_script(job: Job, script: Callable[[int], Script]) -> Cluster:
-    cluster = Cluster(job.workers, job.servers, script, job.seed, job.faults)
-    for at, rank, is_noticed in job.kills:
-        cluster.network.at(at, lambda own=rank, how=is_noticed: cluster.kill(own, how))  # type: ignore[misc]
-        cluster.network.at(at + 20, lambda own=rank: cluster.replace(own))  # type: ignore[misc]
-    cluster.run()
-    for client in cluster.ended_well():
+def play_well(job: Job, script: Callable[[Job, int], Script]) -> None:
+    """Play a job, and see that no call failed."""
+    for client in play(job, script).ended_well():
         assert not client.later, client.later
-    return cluster
 
 
 def many_pulls(job: Job, rank: int) -> Script:
@@ -134,16 +110,16 @@ def many_pulls(job: Job, rank: int) -> Script:
 
 @pytest.mark.parametrize("seed", FEWER)
 def test_a_pull_among_pushes_is_of_one_version(seed: int, request: pytest.FixtureRequest) -> None:
-    _, job = draw(seed, kills=False)
+    _, job = draw(seed)
     job.store.mode = "async"
     with replayable(request, job):
-        play_script(job, lambda rank: many_pulls(job, rank))
+        play_well(job, many_pulls)
 
 
 @pytest.mark.parametrize("seed", FEWER)
 def test_nobody_waits_for_a_lost_worker(seed: int, request: pytest.FixtureRequest) -> None:
     """Not even if it died between two parts of its push; nor at a barrier."""
-    _, job = draw(seed, kills=False)
+    _, job = draw(seed)
     job.workers, job.store.mode = 3, "async"
     zeros = {"even": torch.zeros(260)}
 
@@ -190,7 +166,7 @@ def spans(cluster: Cluster) -> Iterator[Any]:
 
 @pytest.mark.parametrize("seed", FEWER)
 def test_staleness_is_bounded_at_all_times(seed: int, request: pytest.FixtureRequest) -> None:
-    dice, job = draw(seed, kills=False)
+    dice, job = draw(seed)
     job.store.mode, job.store.staleness = "ssp", dice.choice([0, 1, 3])
     cluster: list[Cluster] = []
     with replayable(request, job):
@@ -229,9 +205,9 @@ def meeting(job: Job, rank: int) -> Script:
 
 @pytest.mark.parametrize("seed", FEWER)
 def test_pushes_before_a_barrier_are_seen_after_it(seed: int, request: pytest.FixtureRequest) -> None:
-    _, job = draw(seed, kills=False)
+    _, job = draw(seed)
     with replayable(request, job):
-        play_script(job, lambda rank: meeting(job, rank))
+        play_well(job, meeting)
 
 
 def announcements(job: Job, rank: int) -> Script:
@@ -258,9 +234,9 @@ def test_a_broadcast_reaches_all(
     if seed % 2:
         monkeypatch.setattr("kvps.core.worker.calls.keys.RELAYED_LEAST_BYTES", 0)
         monkeypatch.setattr("kvps.core.worker.calls.keys.PART_LEAST_BYTES", 16)
-    _, job = draw(seed, kills=False)
+    _, job = draw(seed)
     with replayable(request, job):
-        play_script(job, lambda rank: announcements(job, rank))
+        play_well(job, announcements)
 
 
 def test_a_key_that_others_initialised_is_found() -> None:
@@ -350,20 +326,20 @@ def lose_one(
     return logs
 
 
-def test_fail_tells_everyone_at_once() -> None:
-    logs = lose_one(3, 2, lambda cluster: cluster.kill(1), on_worker_lost="fail")
+@pytest.mark.parametrize(
+    ("options", "least_s", "told"),
+    [
+        ({"on_worker_lost": "fail"}, 0.0, "worker 1 (host-worker-1) is lost"),
+        ({"worker_grace_s": 60.0}, 60.0, "no replacement came in 60 s"),
+    ],
+    ids=["fail: at once", "wait: when the grace is over"],
+)
+def test_lost_worker_is_told_to_everyone(options: dict[str, Any], least_s: float, told: str) -> None:
+    logs = lose_one(3, 2, lambda cluster: cluster.kill(1), **options)
     for rank in (0, 2):
         assert [type(error) for _, error in logs[rank]] == [WorkerLost, WorkerLost]
-        assert logs[rank][0][0] < 2.0
-        assert "worker 1 (host-worker-1) is lost" in str(logs[rank][0][1])
-
-
-def test_wait_tells_everyone_when_the_grace_is_over() -> None:
-    logs = lose_one(3, 2, lambda cluster: cluster.kill(1), worker_grace_s=60.0)
-    for rank in (0, 2):
-        assert [type(error) for _, error in logs[rank]] == [WorkerLost, WorkerLost]
-        assert 60.0 < logs[rank][0][0] < 62.0
-        assert "no replacement came in 60 s" in str(logs[rank][0][1])
+        assert least_s < logs[rank][0][0] < least_s + 2.0
+        assert told in str(logs[rank][0][1])
 
 
 def test_a_vanished_host_is_noticed_within_fifteen_seconds() -> None:
@@ -392,7 +368,7 @@ def test_a_server_that_was_replaced_is_as_good_as_lost() -> None:
 @pytest.mark.parametrize("seed", FEWER)
 def test_shrink_goes_on_without_the_lost(seed: int, request: pytest.FixtureRequest) -> None:
     """Each round is the sum over those who were there: all of them, or all but the lost."""
-    _, job = draw(seed, kills=False)
+    _, job = draw(seed)
     job.workers, job.steps = 3, 40
     job.store.on_worker_lost = "shrink"
 

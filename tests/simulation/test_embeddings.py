@@ -17,7 +17,7 @@ from kvps.errors import EpochChanged, Timeout
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults
 from tests.simulation.test_returns import Loss, Supervisor
-from tests.simulation.training import FEWER, Job, faults_of, once, patient, replayable, seeds
+from tests.simulation.training import FEWER, Job, faults_of, once, patient, play, replayable, seeds
 from tests.support.memory_disk import MemoryDisk
 from tests.support.table_messages import pull_rows, push_rows
 
@@ -132,21 +132,12 @@ def job_of(seed: int) -> TableJob:
     return job
 
 
-def play(job: TableJob, script: Any = train) -> Cluster:
-    cluster = Cluster(job.workers, job.servers, lambda rank: script(job, rank), job.seed, job.faults)
-    for at, rank, is_noticed in job.kills:
-        cluster.network.at(at, lambda own=rank, how=is_noticed: cluster.kill(own, how))  # type: ignore[misc]
-        cluster.network.at(at + 20, lambda own=rank: cluster.replace(own))  # type: ignore[misc]
-    cluster.run()
-    return cluster
-
-
 @pytest.mark.spec("R188", "R190", "R191", "R192", "R193", "R194")
 @pytest.mark.parametrize("seed", seeds(40))
 def test_all_rows_are_those_of_one_process(seed: int, request: pytest.FixtureRequest) -> None:
     job = job_of(seed)
     with replayable(request, job):
-        cluster = play(job)
+        cluster = play(job, train)
         for client in cluster.ended_well():
             assert all(isinstance(item, Timeout) for item in client.later), client.later
             is_whole(job, client.result)
@@ -156,40 +147,6 @@ def small_job() -> TableJob:
     job = TableJob(3, 2, 2, 2, recipe=recipe(momentum=0.5, lr=1.0))
     job.faults = Faults(in_order=True)
     return job
-
-
-# --- without rounds ------------------------------------------------------------------------------
-
-
-def train_alone(job: TableJob, rank: int) -> Script:
-    """Push, whatever the others do: what comes of it is the sum of all."""
-    kv = job.store
-    yield from kv.open()
-    yield from kv.embed(KEY, job.recipe, rank)
-    begin = yield from kv.resume([KEY])
-    for step in range(begin, job.steps):
-        yield from kv.push_ids(KEY, job.ids(rank, step), job.rows(rank, step), job.servers)
-        if step % 3 == 0:
-            yield from kv.pull_ids(KEY, job.recipe, ALL, job.servers)
-    while (yield from kv.versions([KEY])) != [job.workers * job.steps]:
-        yield from kv.flush()
-    return (yield from kv.pull_ids(KEY, job.recipe, ALL, job.servers))
-
-
-@pytest.mark.spec("R188")
-@pytest.mark.parametrize("mode", ["async", "ssp"])
-@pytest.mark.parametrize("seed", FEWER)
-def test_each_push_counts_once(seed: int, mode: str, request: pytest.FixtureRequest) -> None:
-    job = job_of(seed)
-    job.recipe = recipe()
-    job.store = Store(mode=mode, staleness=2)
-    with replayable(request, job):
-        cluster = play(job, train_alone)
-        rows = EmbeddingRows(job.recipe)
-        for step in range(job.steps):
-            push_to(rows, job, step, step + 1, *range(job.workers))
-        for client in cluster.ended_well():
-            assert torch.allclose(client.result, pull_rows(rows, ALL), atol=1e-9)
 
 
 # --- cuts ------------------------------------------------------------------------------------------

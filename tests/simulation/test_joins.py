@@ -7,7 +7,6 @@ one of another epoch, would show.
 
 import itertools
 import random
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -18,7 +17,7 @@ from kvps.protocol.envelope import Packet
 from kvps.protocol.membership import Return
 from tests.simulation.cluster import Cluster, Script, Store, Values
 from tests.simulation.network import Process
-from tests.simulation.training import FEWER, SEEDS, Job, check, faults_of, patient, replayable
+from tests.simulation.training import FEWER, SEEDS, Job, check, faults_of, once, patient, play, replayable
 
 
 @dataclass
@@ -101,16 +100,10 @@ def one_batch(job: Uneven, rank: int, number: int, versions: list[Values]) -> Sc
                 pulled = yield from patient(kv.pull, gradients)
             check(number, pulled, versions[number + 1])
         case "push, pull":
-            yield from once(kv.push(gradients))
+            yield from once(kv.push, gradients)
             check(number, (yield from patient(kv.pull, gradients)), versions[number + 1])
         case _:
-            yield from once(kv.push(gradients))
-
-
-def once(push: Script) -> Script:
-    """Push. A Timeout cancels nothing."""
-    with suppress(Timeout):
-        yield from push
+            yield from once(kv.push, gradients)
 
 
 @pytest.mark.spec("R120", "R121", "R122")
@@ -118,10 +111,7 @@ def once(push: Script) -> Script:
 def test_each_round_sums_those_who_have_batches(seed: int, request: pytest.FixtureRequest) -> None:
     job = drawn(seed)
     with replayable(request, job):
-        cluster = Cluster(
-            job.workers, job.servers, lambda rank: run_out(job, rank), seed, job.faults, job.machines
-        )
-        cluster.run()
+        cluster = play(job, run_out)
         for client in cluster.ended_well():
             assert all(isinstance(item, Timeout) for item in client.later), client.later
             assert client.result == cluster.clients[0].result  # all are told the same
@@ -139,8 +129,7 @@ def test_a_rank_is_away_whichever_process_has_it(seed: int, request: pytest.Fixt
         )
         for _ in range(dice.choice([1, 2, 3])):
             at, rank = dice.random() * dice.choice([1, 10]), dice.randrange(job.workers)
-            cluster.network.at(at, lambda own=rank: cluster.kill(own))  # type: ignore[misc]
-            cluster.network.at(at + 20, lambda own=rank: cluster.replace(own))  # type: ignore[misc]
+            cluster.lose(rank, at)
         cluster.run()
         for client in cluster.ended_well():
             check(job.rounds()[-1], client.result, expected(job)[-1])

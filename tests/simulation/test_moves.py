@@ -14,15 +14,14 @@ from tests.simulation.network import Process
 from tests.simulation.test_replicas import WAYS, job_of, train
 from tests.simulation.training import (
     FEWER,
-    LOST,
-    ON_TIME,
+    Fault,
     Job,
     Play,
     befall_each_packet,
+    each_fate,
+    end_at_each_packet_from,
     faults_of,
     is_trained,
-    named,
-    of_today,
     play_with,
     replayable,
 )
@@ -61,6 +60,10 @@ def drain(cluster: Cluster, rank: int = 0, at: float = AT_S) -> None:
 def moved(cluster: Cluster) -> list[int]:
     """The ranks of the seats that have moved, in order."""
     return [each.rank for each in cluster.scheduler.core.job.standbys.moves.moved]  # type: ignore[attr-defined]
+
+
+def has_moved(cluster: Cluster) -> bool:
+    return bool(moved(cluster))
 
 
 @pytest.mark.spec("R462", "R463", "R469", "R470")
@@ -103,49 +106,20 @@ def lose_scheduler(cluster: Cluster) -> None:
     cluster.network.at(cluster.network.now + 0.2, cluster.start_scheduler)
 
 
-def at_each_packet_of_a_move(job: Job, end: Callable[[Cluster], None], play: Callable[..., object]) -> None:
-    """Play a job as often as it has packets of today while server 0 moves; ``end`` something at another."""
-    first, last = 0, 0
-
-    def look(cluster: Cluster, number: int, *_: Process) -> Sequence[float]:
-        nonlocal first, last
-        if cluster.network.now >= AT_S and not first:
-            first = number
-        if not last and moved(cluster):
-            last = number + 10
-        return ON_TIME
-
-    play_with(job, look, PLAY, drain)
-    assert 0 < first < last
-    for fatal in of_today(last):
-        if fatal < first:
-            continue
-
-        def die(
-            cluster: Cluster, number: int, source: Process, target: Process, fatal: int = fatal
-        ) -> Sequence[float]:
-            if number != fatal or cluster.is_done:
-                return ON_TIME
-            end(cluster)
-            return ON_TIME if source.alive and target.alive else LOST
-
-        with named(f"it ends at packet {fatal}"):
-            play(job, die)
-
-
 @pytest.mark.spec("R471")
 @pytest.mark.parametrize("end", [lose_target, lose_scheduler], ids=["target", "scheduler"])
 def test_the_target_and_the_scheduler_may_end_at_any_packet(
     end: Callable[[Cluster], None], soon: None
 ) -> None:
-    at_each_packet_of_a_move(moving_job(), end, lambda job, die: play_with(job, die, PLAY, drain))
+    job = moving_job()
+    end_at_each_packet_from(AT_S, end, lambda die: play_with(job, die, PLAY, drain), has_moved)
 
 
 @pytest.mark.spec("R472")
 def test_a_source_that_ends_at_any_packet_is_lost_or_has_moved(soon: None) -> None:
-    ends = set()
+    ends, job = set(), moving_job()
 
-    def play(job: Job, die: Callable[..., Sequence[float]]) -> None:
+    def play(die: Fault) -> None:
         cluster = Cluster(2, 2, lambda rank: slowly(job, rank), 0, job.faults)
         count = 0
 
@@ -164,16 +138,12 @@ def test_a_source_that_ends_at_any_packet_is_lost_or_has_moved(soon: None) -> No
                 assert "server 0" in str(client.error)
         ends.add(tuple(type(client.error).__name__ for client in cluster.clients.values()))
 
-    at_each_packet_of_a_move(moving_job(), lose_source, play)
+    end_at_each_packet_from(AT_S, lose_source, play, has_moved)
     assert ends == {("ServerLost", "ServerLost")} | (ends & {("NoneType", "NoneType")})
 
 
 @pytest.mark.spec("R471")
-@pytest.mark.parametrize(
-    "fate",
-    [LOST, (0.0, 0.0), (0.0, 0.01), (0.0, 3.0), (3.0,)],
-    ids=["lost", "twice", "twice, once late", "twice, once stale", "stale"],
-)
+@each_fate
 def test_anything_may_befall_any_one_packet_meanwhile(fate: Sequence[float], soon: None) -> None:
     befall_each_packet(moving_job(), fate, PLAY, prepare=drain)
 

@@ -5,15 +5,28 @@ over all. In the end all weights are those of one process that leaves these upda
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import pytest
 
 from kvps.errors import NonFinite, Timeout
 from tests.simulation.cluster import Cluster, Script, Store, Values
 from tests.simulation.network import Faults
-from tests.simulation.training import FEWER, SEEDS, Job, Play, check, faults_of, once, patient, replayable
+from tests.simulation.training import (
+    FEWER,
+    SEEDS,
+    Job,
+    Play,
+    check,
+    faults_of,
+    once,
+    patient,
+    play,
+    replayable,
+)
 
 NAN, INF = float("nan"), float("inf")
 WAYS = ("pushpull", "push, pull", "push", "one by one")
@@ -151,14 +164,8 @@ def train(job: Flawed, rank: int) -> Script:
     return weights
 
 
-def play(job: Flawed, script) -> Cluster:  # type: ignore[no-untyped-def]
-    cluster = Cluster(
-        job.workers, job.servers, lambda rank: script(job, rank), job.seed, job.faults, job.machines
-    )
-    for at, rank, is_noticed in job.kills:
-        cluster.network.at(at, lambda own=rank, how=is_noticed: cluster.kill(own, how))  # type: ignore[misc]
-        cluster.network.at(at + 20, lambda own=rank: cluster.replace(own))  # type: ignore[misc]
-    cluster.run()
+def play_through(job: Flawed, script: Callable[[Any, int], Script]) -> Cluster:
+    cluster = play(job, script)
     for client in cluster.ended_well():
         # Of a pushpull that timed out, the pull after it was told.
         assert all(isinstance(item, Timeout) for item in client.later), client.later
@@ -170,7 +177,7 @@ def play(job: Flawed, script) -> Cluster:  # type: ignore[no-untyped-def]
 def test_all_servers_drop_a_round_or_none_does(seed: int, request: pytest.FixtureRequest) -> None:
     job = job_of(seed)
     with replayable(request, job):
-        for client in play(job, train).clients.values():
+        for client in play_through(job, train).clients.values():
             check(job.steps, client.result, job.versions[-1])
 
 
@@ -210,7 +217,7 @@ def test_all_servers_drop_a_push_or_none_does(seed: int, mode: str, request: pyt
                 if (rank, step, name) not in job.flaws:
                     expected[name] += 2 * gradient
     with replayable(request, job):
-        for client in play(job, train_async).clients.values():
+        for client in play_through(job, train_async).clients.values():
             check(job.steps, client.result, expected)
 
 
@@ -240,7 +247,7 @@ def small_job() -> Flawed:
 
 
 def test_the_log_names_a_round_the_rank_and_the_key_once() -> None:
-    cluster = play(small_job(), train)
+    cluster = play_through(small_job(), train)
     notes = [note for server in cluster.servers for note in server.notes if note.startswith("warning")]
     begin = "warning: store 'kv': round 0 dropped: 1 value of key 'w' is not finite (from rank 1)"
     assert begin in notes

@@ -11,12 +11,12 @@ from kvps.errors import ServerLost
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults
 from tests.simulation.training import (
-    LOST,
     Job,
     Play,
     all_of,
     befall_each_packet,
     check,
+    each_fate,
     end_at_each_packet,
     is_trained,
 )
@@ -100,11 +100,7 @@ def test_a_server_that_was_only_silent_is_not_heard_any_more() -> None:
     end_at_each_packet(job_of(), "server 0", hang, REBUILT)
 
 
-@pytest.mark.parametrize(
-    "fate",
-    [LOST, (0.0, 0.0), (0.0, 0.01), (0.0, 3.0), (3.0,)],
-    ids=["lost", "twice", "twice, once late", "twice, once stale", "stale"],
-)
+@each_fate
 def test_anything_may_befall_any_one_packet_meanwhile(fate: Sequence[float]) -> None:
     def prepare(cluster: Cluster) -> None:
         cluster.network.at(MIDDLE_S, lambda: lose(cluster))

@@ -15,20 +15,19 @@ from kvps.core.server.server import Server
 from tests.simulation import test_compression as compression
 from tests.simulation import test_embeddings as embeddings
 from tests.simulation import test_nonfinite as nonfinite
+from tests.simulation import training
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults, Process
 from tests.simulation.training import (
     FEWER,
-    LOST,
-    ON_TIME,
     Job,
     Play,
     befall_each_packet,
     check,
+    each_fate,
+    end_at_each_packet_from,
     faults_of,
     is_trained,
-    named,
-    of_today,
     play_with,
     replayable,
 )
@@ -93,33 +92,8 @@ def lose_standby(cluster: Cluster) -> None:
 
 
 def end_at_each_packet(job: Job, end: Callable[[Cluster], None], play: Play = COPIED) -> None:
-    """Play a job as often as it has packets of today once its copies are level; ``end`` something at another."""
-    first, count = 0, 0
-
-    def look(cluster: Cluster, number: int, *_: Process) -> Sequence[float]:
-        nonlocal first
-        if not first and cluster.network.now > BEGIN_S:
-            first = number
-        return ON_TIME
-
-    count = play_with(job, look, play)
-    assert first
-    for fatal in of_today(count):
-        if fatal < first:
-            continue
-
-        def die(
-            cluster: Cluster, number: int, source: Process, target: Process, fatal: int = fatal
-        ) -> Sequence[float]:
-            if number != fatal:
-                return ON_TIME
-            if any(client.done_at is not None for client in cluster.clients.values()):
-                return ON_TIME
-            end(cluster)
-            return LOST if not (source.alive and target.alive) else ON_TIME
-
-        with named(f"it ends at packet {fatal}"):
-            play_with(job, die, play)
+    """End something at each packet of today once the copies of a job are level."""
+    end_at_each_packet_from(BEGIN_S, end, lambda die: play_with(job, die, play))
 
 
 @pytest.mark.parametrize("has_optimizer", [False, True], ids=["sums", "optimizer"])
@@ -131,11 +105,7 @@ def test_a_standby_may_die_at_any_packet() -> None:
     end_at_each_packet(job_of(), lose_standby)
 
 
-@pytest.mark.parametrize(
-    "fate",
-    [LOST, (0.0, 0.0), (0.0, 0.01), (0.0, 3.0), (3.0,)],
-    ids=["lost", "twice", "twice, once late", "twice, once stale", "stale"],
-)
+@each_fate
 def test_anything_may_befall_any_one_packet_meanwhile(fate: Sequence[float]) -> None:
     def prepare(cluster: Cluster) -> None:
         cluster.network.at(BEGIN_S + 0.03, lambda: lose_primary(cluster))
@@ -213,7 +183,7 @@ def test_a_primary_whose_values_are_pulled_compressed_may_die_at_any_packet() ->
     job = compression.Compressed(5, 2, 2, 4, SIZES, has_optimizer=True, replicas=1)
     job.ways, job.faults = ["pushpull", "push", "push, pull", "pushpull"], Faults(in_order=True)
     job.store = Store(bigarray_bound=16)
-    end_at_each_packet(job, lose_primary, (once_level(compression.train)[0], compression.is_trained))
+    end_at_each_packet(job, lose_primary, (once_level(training.train)[0], is_trained))
 
 
 @pytest.mark.parametrize("mode", ["skip", "error"])

@@ -77,8 +77,7 @@ def test_ranks_may_be_replaced_again_and_again(seed: int, mode: str, request: py
         cluster = Cluster(job.workers, job.servers, lambda rank: loop(job, rank), seed, job.faults)
         for _ in range(dice.choice([1, 2, 3])):
             at, rank = dice.random() * dice.choice([1, 10]), dice.randrange(job.workers)
-            cluster.network.at(at, lambda own=rank: cluster.kill(own))  # type: ignore[misc]
-            cluster.network.at(at + 20, lambda own=rank: cluster.replace(own))  # type: ignore[misc]
+            cluster.lose(rank, at)
         cluster.run(2_000)
         for client in cluster.ended_well():
             is_trained(job, client.result)

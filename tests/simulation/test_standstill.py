@@ -152,8 +152,7 @@ def test_standstill_is_told_where_a_worker_was_replaced(
     with replayable(request, job):
         cluster = Cluster(job.workers, job.servers, script, seed, job.faults, job.machines)
         at, lost = 0.3 + dice.random(), dice.randrange(job.workers)
-        cluster.network.at(at, lambda: cluster.kill(lost))
-        cluster.network.at(at + 3, lambda: cluster.replace(lost))
+        cluster.lose(lost, at, 3.0)
         cluster.run(1_000)
         assert len(cluster.started[lost]) == 2
         since = max(began.values())
@@ -237,8 +236,7 @@ def test_job_is_not_told_while_replacements_catch_up(seed: int, request: pytest.
         cluster.network.overhears = Witness()
         for at in (1.0, 8.0, 40.0):
             rank = dice.randrange(job.workers)
-            cluster.network.at(at, lambda own=rank: cluster.kill(own))  # type: ignore[misc]
-            cluster.network.at(at + 3, lambda own=rank: cluster.replace(own))  # type: ignore[misc]
+            cluster.lose(rank, at, 3.0)
         cluster.run(3_000)
         for client in cluster.ended_well():
             test_resume.is_trained(job, client.result)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvps.compression.policy import CompressionPolicy
 from kvps.errors import Timeout
 from kvps.protocol.envelope import Packet
 from tests.simulation.cluster import Cluster, Script, Store, Values
@@ -92,6 +93,11 @@ class Job:
             name: (torch.arange(float(size)) * (rank + 2) + 3 * step) % 7 for name, size in self.sizes.items()
         }
 
+    @property
+    def rules(self) -> CompressionPolicy | None:
+        """How gradients are compressed."""
+        return None
+
     @cached_property
     def versions(self) -> list[Values]:
         """The weights before the first step and after each, computed in one process.
@@ -117,6 +123,8 @@ def train(job: Job, rank: int) -> Script:
     yield from patient(kv.init, job.initial())
     if job.has_optimizer:
         yield from patient(kv.set_optimizer, "test", **job.hyper)
+    if job.rules is not None:
+        yield from patient(kv.compress, job.rules)
     begin = yield from patient(kv.resume, list(job.sizes))
     for step in range(begin, job.steps):
         gradients, expected = job.gradients(rank, step), versions[step + 1]
@@ -209,10 +217,33 @@ def faults_of(dice: random.Random) -> Faults:
 LOST: Sequence[float] = ()
 ON_TIME: Sequence[float] = (0.0,)
 """What becomes of a packet: how late each of its copies is."""
+each_fate = pytest.mark.parametrize(
+    "fate",
+    [LOST, (0.0, 0.0), (0.0, 0.01), (0.0, 3.0), (3.0,)],
+    ids=["lost", "twice", "twice, once late", "twice, once stale", "stale"],
+)
+"""Late is behind all that is under way, and stale is behind what was sent again in its place."""
 Fault = Callable[[Cluster, int, Process, Process], Sequence[float]]
 """Says that of the n-th packet of a job, from one process to another."""
 Play = tuple[Callable[[Job, int], Script], Callable[[Job, Any], None]]
 """What each rank of a job does, and what must be true of that which it returns."""
+
+
+def play(job: Job, script: Callable[[Any, int], Script] = train, has_keys: bool = False) -> Cluster:
+    """Play a job and the losses of workers that were drawn for it, until all scripts have ended."""
+    cluster = Cluster(
+        job.workers,
+        job.servers,
+        lambda rank: script(job, rank),
+        job.seed,
+        job.faults,
+        job.machines,
+        has_keys=has_keys,
+    )
+    for at, rank, is_noticed in job.kills:
+        cluster.lose(rank, at, is_noticed=is_noticed)
+    cluster.run()
+    return cluster
 
 
 def is_trained(job: Job, weights: Values) -> None:
@@ -295,6 +326,45 @@ def end_at_each_packet(
 
         with named(f"{name} ends at packet {fatal}"):
             play_with(job, die, play)
+
+
+def end_at_each_packet_from(
+    since_s: float,
+    end: Callable[[Cluster], None],
+    play: Callable[[Fault], object],
+    is_enough: Callable[[Cluster], bool] = lambda cluster: False,
+) -> None:
+    """Play a job as often as it has packets of today behind ``since_s``; ``end`` something at another.
+
+    The last is the tenth packet after ``is_enough``. ``play`` plays the job with a fault.
+    """
+    first, last = 0, 0
+
+    def look(cluster: Cluster, number: int, *_: Process) -> Sequence[float]:
+        nonlocal first, last
+        if not first and cluster.network.now >= since_s:
+            first = number
+        if not is_enough(cluster):
+            last = number
+        return ON_TIME
+
+    play(look)
+    assert 0 < first < last
+    for fatal in of_today(last + 10):
+        if fatal < first:
+            continue
+
+        def die(
+            cluster: Cluster, number: int, source: Process, target: Process, fatal: int = fatal
+        ) -> Sequence[float]:
+            ended = [client for client in cluster.clients.values() if client.done_at is not None]
+            if number != fatal or ended:
+                return ON_TIME
+            end(cluster)
+            return ON_TIME if source.alive and target.alive else LOST
+
+        with named(f"it ends at packet {fatal}"):
+            play(die)
 
 
 def kill_at_each_packet(job: Job, rank: int, play: Play = TRAINING, packets: Packets = of_today) -> None:
