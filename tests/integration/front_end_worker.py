@@ -15,6 +15,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -192,28 +193,25 @@ def rate_by_hand(make: Make) -> Sequence[torch.Tensor]:
 # --- accumulation, discarded passes, skipped steps ------------------------------------------------------
 
 
-@feature
-def accumulation(make: Make) -> Sequence[torch.Tensor]:
-    """Two passes per step, as ``backward_passes_per_step`` says, or as the front end just takes them."""
-    training = make(net(), sgd, passes=2)
+def two_passes(training: Training) -> list[torch.Tensor]:
     for step in range(STEPS):
         training.zero_grad()
         training.backward(loss_at(2 * step))
         training.backward(loss_at(2 * step + 1))
         training.step()
     return ended(training)
+
+
+@feature
+def accumulation(make: Make) -> Sequence[torch.Tensor]:
+    """Two passes per step, as ``backward_passes_per_step`` says, or as the front end just takes them."""
+    return two_passes(make(net(), sgd, passes=2))
 
 
 @feature
 def accumulation_without_a_word(make: Make) -> Sequence[torch.Tensor]:
     """Two passes per step, of which the front end was not told."""
-    training = make(net(), sgd)
-    for step in range(STEPS):
-        training.zero_grad()
-        training.backward(loss_at(2 * step))
-        training.backward(loss_at(2 * step + 1))
-        training.step()
-    return ended(training)
+    return two_passes(make(net(), sgd))
 
 
 @feature
@@ -642,34 +640,30 @@ def evaluation_between_steps(make: Make) -> Sequence[torch.Tensor]:
 # --- from one run to the next ------------------------------------------------------------------------------------------
 
 
-@feature
-def resumed_from_state_dicts(make: Make) -> Sequence[torch.Tensor]:
+def half_trained(make: Make) -> tuple[nn.Module, dict[str, Any]]:
+    """Make half of the steps; return a model with the weights after them, and the state of the optimizer."""
     first = make(net(), sgd)
     run(first, range(3))
-    model_state = {name: value.clone() for name, value in first.model.state_dict().items()}
+    model = net()
+    model.load_state_dict(first.model.state_dict())
     state = copy.deepcopy(first.optimizer.state_dict())
     first.close()
-    model = net()
-    model.load_state_dict(model_state)
-    # Its momentum comes with the state.
-    second = make(model, plain_sgd)
+    return model, state
+
+
+@feature
+def resumed_from_state_dicts(make: Make) -> Sequence[torch.Tensor]:
+    model, state = half_trained(make)
+    second = make(model, plain_sgd)  # its momentum comes with the state
     second.optimizer.load_state_dict(state)
     run(second, range(3, STEPS))
-    found = weights(second.model)
-    second.close()
-    return found
+    return ended(second)
 
 
 @feature
 def resumed_before_it_is_wrapped(make: Make) -> Sequence[torch.Tensor]:
     """The optimizer has loaded its state when the front end gets it."""
-    first = make(net(), sgd)
-    run(first, range(3))
-    model_state = {name: value.clone() for name, value in first.model.state_dict().items()}
-    state = copy.deepcopy(first.optimizer.state_dict())
-    first.close()
-    model = net()
-    model.load_state_dict(model_state)
+    model, state = half_trained(make)
 
     def loaded(params: object) -> torch.optim.Optimizer:
         optimizer = sgd(params)
@@ -678,9 +672,7 @@ def resumed_before_it_is_wrapped(make: Make) -> Sequence[torch.Tensor]:
 
     second = make(model, loaded)
     run(second, range(3, STEPS))
-    found = weights(second.model)
-    second.close()
-    return found
+    return ended(second)
 
 
 @feature

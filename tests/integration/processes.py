@@ -33,6 +33,14 @@ USUAL = "import argparse, asyncio, inspect, json, logging"
 STACK = "(most recent call first)"
 """A line of each stack that a process prints."""
 ENDPOINT = re.compile(r"tcp://[\d.]+:\d+")
+SUM = """
+import os, sys
+import kvps, torch
+kv = kvps.create("dist_sync", timeout=60)
+kv.init("w", torch.zeros(4))
+print("sum", kv.pushpull("w", torch.full((4,), kv.rank + 1.0)).tolist(), flush=True)
+"""
+"""A script in which the workers sum a tensor, and print the sum."""
 
 
 def until(look: Callable[[], T], what: str, limit_s: float = WAIT_S) -> T:

@@ -4,14 +4,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.integration.processes import Processes, free_port
-
-SUM = """
-import kvps, torch
-kv = kvps.create("dist_sync")
-kv.init("w", torch.zeros(4))
-print("sum", kv.pushpull("w", torch.full((4,), kv.rank + 1.0)).tolist(), flush=True)
-"""
+from tests.integration.processes import SUM, Processes, free_port
 
 
 def variables(role: str, workers: int = 2, servers: int = 2) -> dict[str, str]:

@@ -9,15 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvps.core.scheduler.job import UNUSED
-from tests.integration.processes import BIN, Process, Processes, until
-
-SUM = """
-import os, sys
-import kvps, torch
-kv = kvps.create("dist_sync", timeout=60)
-kv.init("w", torch.zeros(4))
-print("sum", kv.pushpull("w", torch.full((4,), kv.rank + 1.0)).tolist(), flush=True)
-"""
+from tests.integration.processes import BIN, SUM, Process, Processes, until
 
 CONTINUED = """
 import os, pathlib, sys, time, zlib

@@ -41,16 +41,6 @@ def test_every_line_of_a_launch_parses_and_names_its_process(processes: Processe
     assert [(end["role"], end["rank"]) for end in ends] == [("server", 0)]
 
 
-@pytest.mark.thorough
-def test_text_stays_as_it_is(processes: Processes) -> None:
-    script = processes.script(TRAINS)
-    launch = processes.kvps("launch", "-n", 1, "-s", 1, "--", sys.executable, script)
-    assert launch.wait(120) == 0, launch
-    assert launch.out == "[worker 0] loss 0.5\n"
-    assert launch.err.splitlines()[0].startswith("[worker 0] ")
-    assert "{" not in launch.err
-
-
 def test_a_complaint_is_json_too(processes: Processes) -> None:
     server = processes.kvps("server", "--log-format", "json", "--scheduler", "nowhere")
     assert server.wait() == 78

@@ -33,14 +33,6 @@ def test_a_launch_shows_how_many_have_joined(processes: Processes) -> None:
         terminal.close()
 
 
-@pytest.mark.thorough
-def test_a_launch_into_a_file_shows_nothing(processes: Processes) -> None:
-    script = processes.script(PRINTS)
-    launch = processes.kvps("launch", "-n", 1, "-s", 1, "--", sys.executable, script)
-    assert launch.wait(120) == 0, launch
-    assert (launch.out, launch.err) == ("[worker 0] trained\n", "")
-
-
 RESTORES = """
 import kvps, torch
 kv = kvps.create("local")

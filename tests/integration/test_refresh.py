@@ -269,8 +269,8 @@ def test_sparse_gradients_of_an_optimizer_travel_as_rows(options: dict[str, Any]
     assert None not in asked
 
 
-def test_a_table_that_a_worker_does_not_use_is_pushed_as_no_rows(asked: list[Any]) -> None:
-    """All use it in the first step; from then on every other worker in turns."""
+def tables_after(steps: int, backward: Callable[[Model, int, int], None]) -> list[torch.Tensor]:
+    """Train with gradients that ``backward`` makes for (model, rank, step); return the table of each rank."""
     models = [Model(), Model()]
 
     def work(rank: int) -> torch.Tensor:
@@ -278,19 +278,39 @@ def test_a_table_that_a_worker_does_not_use_is_pushed_as_no_rows(asked: list[Any
         sgd = torch.optim.SGD(model.parameters(), lr=0.5)
         kv = kvps.create("dist_sync", timeout=30, bigarray_bound=64, average=True)
         optimizer = kvps.torch.DistributedOptimizer(sgd, model, kv, find_unused=True)
-        for step in range(5):
+        for step in range(steps):
             optimizer.zero_grad()
-            if not step or (step + rank) % 2:
-                model.loss(rank, step).backward()
-            else:
-                model.votes(torch.ones(WIDTH)).sum().backward()
+            backward(model, rank, step)
             optimizer.step()
         return model.words.weight.detach().clone()
 
-    first, second = run(work, workers=2)
+    return run(work, workers=2)
+
+
+def test_a_table_that_a_worker_does_not_use_is_pushed_as_no_rows(asked: list[Any]) -> None:
+    """All use it in the first step; from then on every other worker in turns."""
+
+    def backward(model: Model, rank: int, step: int) -> None:
+        if not step or (step + rank) % 2:
+            model.loss(rank, step).backward()
+        else:
+            model.votes(torch.ones(WIDTH)).sum().backward()
+
+    first, second = tables_after(5, backward)
     assert torch.equal(first, second)
     assert asked
     assert None not in asked
+
+
+def test_a_gradient_that_was_made_dense_meanwhile_takes_the_dense_mean() -> None:
+    def backward(model: Model, rank: int, step: int) -> None:
+        model.loss(rank, step).backward()
+        weight = model.words.weight
+        assert weight.grad is not None
+        weight.grad = weight.grad.to_dense()
+
+    first, second = tables_after(3, backward)
+    assert torch.equal(first, second)
 
 
 def test_a_trainer_that_updates_here_sums_rows(asked: list[Any]) -> None:
@@ -342,27 +362,6 @@ def test_pull_changed_returns_the_changed_rows(kind: str) -> None:
             kv.pull_changed(["t", "u"], held)
 
     run(work)
-
-
-def test_a_gradient_that_was_made_dense_meanwhile_takes_the_dense_mean() -> None:
-    models = [Model(), Model()]
-
-    def work(rank: int) -> torch.Tensor:
-        model = models[rank]
-        sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-        kv = kvps.create("dist_sync", timeout=30, bigarray_bound=64, average=True)
-        optimizer = kvps.torch.DistributedOptimizer(sgd, model, kv, find_unused=True)
-        for step in range(3):
-            optimizer.zero_grad()
-            model.loss(rank, step).backward()
-            weight = model.words.weight
-            assert weight.grad is not None
-            weight.grad = weight.grad.to_dense()
-            optimizer.step()
-        return model.words.weight.detach().clone()
-
-    first, second = run(work, workers=2)
-    assert torch.equal(first, second)
 
 
 class Picked(torch.nn.Module):

@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import ENDPOINT, Cluster, Processes, free_port
-
-SUM = """
-import kvps, torch
-kv = kvps.create("dist_sync")
-kv.init("w", torch.zeros(4))
-print("sum", kv.pushpull("w", torch.full((4,), kv.rank + 1.0)).tolist(), flush=True)
-"""
+from tests.integration.processes import ENDPOINT, SUM, Cluster, Processes, free_port
 
 
 def test_a_busy_port_is_named(processes: Processes) -> None:

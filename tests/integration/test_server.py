@@ -7,14 +7,8 @@ import sys
 import pytest
 
 from kvps.core.liveness import SILENCE_MAX_S
-from tests.integration.processes import Cluster, Process, Processes, free_port
+from tests.integration.processes import SUM, Cluster, Process, Processes, free_port
 
-SUM = """
-import kvps, torch
-kv = kvps.create("dist_sync")
-kv.init("w", torch.zeros(4))
-print("sum", kv.pushpull("w", torch.full((4,), kv.rank + 1.0)).tolist(), flush=True)
-"""
 WAIT = SUM + "kv.pull('w', min_version=99)"
 
 

@@ -10,14 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvps.core.liveness import SILENCE_MAX_S
-from tests.integration.processes import Process, Processes, free_port, until
-
-SUM = """
-import kvps, torch
-kv = kvps.create("dist_sync", timeout=60)
-kv.init("w", torch.zeros(4))
-print("sum", kv.pushpull("w", torch.full((4,), kv.rank + 1.0)).tolist(), flush=True)
-"""
+from tests.integration.processes import SUM, Process, Processes, free_port, until
 
 
 @pytest.mark.parametrize(

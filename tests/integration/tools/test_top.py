@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.integration.processes import BIN, Cluster, Processes, free_port, until
+from tests.integration.processes import BIN, Cluster, Processes, until
 from tests.support.terminal import Terminal
 
 TRAINS = """
@@ -66,14 +66,3 @@ def test_a_terminal_shows_it_live_until_a_key_ends_it(processes: Processes, end:
             assert "\x1b[?1049l" in terminal.text  # the screen is left as it was
         finally:
             terminal.close()
-
-
-@pytest.mark.thorough
-def test_without_a_scheduler(processes: Processes) -> None:
-    flags = ("--scheduler", f"tcp://127.0.0.1:{free_port()}", "--timeout", "0.3")
-    asked = processes.start("top", BIN / "kvps", "top", *flags)
-    assert asked.wait() == 75
-    assert "no answer from the scheduler" in asked.err
-    wrong = processes.start("top", BIN / "kvps", "top", "--every", "0.01")
-    assert wrong.wait() == 78
-    assert "--every=0.01: use 0.2 seconds or more" in wrong.err
