@@ -90,6 +90,16 @@ def test_equal_groups_are_one() -> None:
     assert describe(optimizer) == resolve("adam", {"lr": 0.1})
 
 
+def test_groups_with_keys_may_differ_in_rate_and_decay() -> None:
+    groups = two_groups(lr=0.5, weight_decay=0.0)
+    key_of = {
+        param: f"{group}{index}" for group in (0, 1) for index, param in enumerate(groups[group]["params"])
+    }
+    optimizer = torch.optim.SGD(groups, lr=0.25, weight_decay=0.125)
+    factors = {"lr_mult": {"10": 2.0, "11": 2.0}, "wd_mult": {"10": 0.0, "11": 0.0}}
+    assert describe(optimizer, key_of) == resolve("sgd", {"lr": 0.25, "weight_decay": 0.125, **factors})
+
+
 def test_groups_that_differ_are_refused_with_the_way_out() -> None:
     optimizer = torch.optim.SGD(two_groups(lr=0.5), lr=0.1)
     with pytest.raises(ConfigError) as caught:

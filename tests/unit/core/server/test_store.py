@@ -11,6 +11,7 @@ from kvps.core.placement import home
 from kvps.core.server.chunks.rounds import PendingUpdate
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.memory_budget import MemoryBudget
+from kvps.core.server.options import check_options
 from kvps.core.server.store import ServerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError, Mismatch, Overload, ProtocolError
@@ -60,6 +61,12 @@ def value(store: ServerStore, key: str) -> set[float]:
 
 
 # --- options ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, 2**40])
+def test_size_of_chunks_is_bounded(chunk_bytes: int) -> None:
+    with pytest.raises(ConfigError, match=f"store 'kv': chunk_bytes {chunk_bytes} must be from"):
+        check_options(opening(chunk_bytes=chunk_bytes))
 
 
 @pytest.mark.spec("R42")
