@@ -108,10 +108,14 @@ def job_of(seed: int) -> Clipped:
         job.sizes[f"k{index}"] = dice.choice([1, 2, 30, 64, 65, 200, 500])
     job.store = Store(deterministic=dice.random() < 0.3, bigarray_bound=dice.choice([1, 64, 100_000]))
     job.faults = faults_of(dice)
-    job.store.timeout_s = dice.choice([0.1 + 10 * job.faults.jitter_s, 10_000.0])
+    is_patient = dice.choice([False, True])
     for _ in range(dice.choice([0, 0, 1, 2])):
         at = dice.choice([dice.random(), dice.random() * 10])
         job.kills.append((at, dice.randrange(job.workers), dice.random() < 0.7))
+    if (
+        not is_patient
+    ):  # while a rank is away for 20 s, each pull that times out leaves a request that is probed on
+        job.store.timeout_s = (3.0 if job.kills else 0.1) + 10 * job.faults.jitter_s
     # A replacement cannot know its step from the numbers of keys that some steps leave out.
     may_leave_out = len(job.sizes) > 1 and not job.kills
     job.ways = [dice.choice(WAYS if may_leave_out else WAYS[:3]) for _ in range(job.steps)]
