@@ -59,8 +59,6 @@ class OutgoingConnections:
         self._openings: dict[str, Connect] = {}
         """How each connection was opened, by its name."""
         self._watches: dict[str, Watch] = {}
-        self._events_of: dict[object, str] = {}
-        """Events that are waited for -> the name of the connection."""
         self._fading: list[tuple[float, zmq.Socket[bytes]]] = []
         """The connections that have others in their place, and when they are closed."""
         self._handshakes = Handshakes(keys)
@@ -109,10 +107,10 @@ class OutgoingConnections:
         self.connect(self._openings[name])
 
     def hear(self, events: object) -> None:
-        """Take in what libzmq tells of a connection, if ``events`` are of one."""
-        name = self._events_of.get(events)
-        if name is not None:
-            self._on_socket_events(name)
+        """Take in what libzmq tells of the connection to the scheduler, if ``events`` are of that."""
+        watch = self._watches.get("scheduler")
+        if watch is not None and watch.events is events:
+            self._on_socket_events("scheduler")
 
     def look(self, now: float) -> None:
         """Replace the connections along which nothing has moved for too long."""
@@ -144,7 +142,6 @@ class OutgoingConnections:
             events = dealer.get_monitor_socket(EVENTS)
             self._watches[name] = Watch(events, every_s + silence_s)
             if name == "scheduler":  # to be told at once that it is not served
-                self._events_of[events] = name
                 self._sockets.poller.register(events, zmq.POLLIN)
 
     def _forget(self, name: str, dealer: zmq.Socket[bytes]) -> None:
@@ -152,7 +149,7 @@ class OutgoingConnections:
         if name in self._watches:
             dealer.disable_monitor()
             events = self._watches.pop(name).events
-            if self._events_of.pop(events, None) is not None:
+            if name == "scheduler":
                 self._sockets.poller.unregister(events)
             events.close(0)
 
@@ -178,13 +175,9 @@ class OutgoingConnections:
         is_turned, why = self._handshakes.failed(self._openings[name].endpoint, kind, value, made_s)
         if is_turned:
             self.connect(self._openings[name])
-        elif why:
-            self._refuse(why)
-
-    def _refuse(self, text: str) -> None:
-        """Let the core hear that there is no way to the scheduler, as if that had said so."""
-        envelope = Envelope(bytes(16), 0, Role.SCHEDULER, 0, 0, 0)
-        self.refusals.append(("scheduler", Packet(envelope, Error(0, Unauthorized.code, text))))
+        elif why:  # the core hears that there is no way to the scheduler, as if that had said so
+            envelope = Envelope(bytes(16), 0, Role.SCHEDULER, 0, 0, 0)
+            self.refusals.append(("scheduler", Packet(envelope, Error(0, Unauthorized.code, why))))
 
     # --- replaced connections -----------------------------------------------------------------------
 

@@ -40,8 +40,8 @@ class ClosedStores:
     def __init__(self) -> None:
         self.lives: dict[str, int] = {}
         """Store -> its last life that was closed here."""
-        self._untold: dict[int, dict[str, int]] = {}
-        """Server, or :attr:`SCHEDULER` -> the stores that it has not said CLOSED for."""
+        self._untold: dict[int, dict[str, StoreLife]] = {}
+        """Server, or :attr:`SCHEDULER` -> store -> the life that it has not said CLOSED for."""
         self.again_at = 0.0
         """When CLOSE is sent again, while :attr:`is_untold`."""
 
@@ -61,36 +61,27 @@ class ClosedStores:
         if len(self.lives) > KNOWN_MAX:
             del self.lives[next(iter(self.lives))]
         for server in (self.SCHEDULER, *range(servers)):
-            self._untold.setdefault(server, {})[store] = life
+            name = label_of(store, life) if server == self.SCHEDULER else store
+            self._untold.setdefault(server, {})[store] = StoreLife(name, life)
 
     def begin_epoch(self, servers: int, now: float) -> None:
         """Tell all servers again, when they are back: they hold what they held in a cut."""
-        self._untold = {server: dict(self.lives) for server in range(servers) if self.lives}
+        lives = {store: StoreLife(store, life) for store, life in self.lives.items()}
+        self._untold = {server: dict(lives) for server in range(servers) if lives}
         self.again_at = now + AGAIN_S
 
     def letters(self, now: float) -> Iterator[tuple[int, Close]]:
         """Yield the messages that are due, and their receivers."""
         self.again_at = now + AGAIN_S
         for server, stores in self._untold.items():
-            names = list(stores)
-            for start in range(0, len(names), BATCH):
-                batch = [
-                    StoreLife(
-                        label_of(name, stores[name]) if server == self.SCHEDULER else name, stores[name]
-                    )
-                    for name in names[start : start + BATCH]
-                ]
-                yield server, Close(tuple(batch))
+            lives = tuple(stores.values())
+            for start in range(0, len(lives), BATCH):
+                yield server, Close(lives[start : start + BATCH])
 
     def hear(self, server: int, stores: tuple[StoreLife, ...]) -> None:
         """Take in an answer."""
         untold = self._untold.get(server, {})
-        known = {
-            label_of(name, life) if server == self.SCHEDULER else name: name for name, life in untold.items()
-        }
-        for closed in stores:
-            name = known.get(closed.store)
-            if name is not None and untold[name] == closed.life:
-                del untold[name]
+        for store in [store for store, told in untold.items() if told in stores]:
+            del untold[store]
         if not untold:
             self._untold.pop(server, None)

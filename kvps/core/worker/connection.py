@@ -120,7 +120,7 @@ class Request:
         assert not self.payload_bytes, "what changes values must arrive"
         self.dropped = True
         if self.link is not None:
-            self.link.drop(self)
+            self.link.outstanding.pop(self.seq, None)
 
     def forget(self) -> None:
         """Let go of the payload."""
@@ -305,10 +305,6 @@ class Connection:
     def is_busy(self) -> bool:
         """Whether some request is queued, or has no answer."""
         return bool(self.outstanding) or any(self._lanes.values())
-
-    def drop(self, request: Request) -> None:
-        """Forget a request: send it no more, and ask after it no more."""
-        self.outstanding.pop(request.seq, None)
 
     def receive(self, seq: int) -> Request | None:
         """Note that the server has request ``seq`` and will answer it later; return the request."""

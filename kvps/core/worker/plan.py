@@ -386,13 +386,10 @@ def allocate(plan: TransferPlan, memory: Memory) -> list[torch.Tensor]:
         sizes = [segment.size for segment in segments]
         parts = torch.split(memory.empty(sum(sizes), share.dtype), sizes)
         whole_keys.update(zip([segment.key for segment in segments], parts, strict=True))
-    rows = []
     for index, key in enumerate(plan.keys):
-        row = whole_keys.get(index)
-        if row is None:
-            row = memory.empty(key.spec.count, key.spec.dtype)
-        rows.append(row.view(key.spec.shape))
-    return rows
+        if index not in whole_keys:
+            whole_keys[index] = memory.empty(key.spec.count, key.spec.dtype)
+    return [whole_keys[index].view(key.spec.shape) for index, key in enumerate(plan.keys)]
 
 
 def _one_storage(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
