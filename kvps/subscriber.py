@@ -13,6 +13,7 @@ import secrets
 import sys
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -34,7 +35,8 @@ from kvps.net.transport import Refused, Unserved
 from kvps.phrases import some_of
 from kvps.protocol.envelope import KEY_MAX, Packet, Role
 from kvps.runtime.key_files import load_if_any
-from kvps.runtime.member_process import own_identity
+from kvps.runtime.member_process import own_host, own_identity
+from kvps.runtime.relay import Door
 from kvps.runtime.transport import open_transport
 from kvps.tensors import ids_of
 from kvps.version_memory import VersionMemory, rows_of
@@ -58,6 +60,7 @@ def subscribe(
     scheduler: str | None = None,
     keys: str | PathLike[str] | None = None,
     shard: tuple[int, int] | None = None,
+    relay: bool = True,
 ) -> Subscription:
     """Read what a trainer publishes by ``kv.publish(name, ...)``, from any process.
 
@@ -70,6 +73,9 @@ def subscribe(
             by default KVPS_KEYS. None in a job without keys.
         shard: ``(rank, size)`` to read only this reader's rows of each tensor: part ``rank`` of ``size``
             near-equal parts by dimension 0.
+        relay: on another host than the servers, take bytes from other readers, and give them bytes, so
+            that the servers send them once. This process then listens on a free port: for readers by their
+            key, or, without keys, on loopback or with KVPS_INSECURE=1 only.
 
     Raises:
         ConfigError: for a bad argument, or keys that cannot be used.
@@ -80,7 +86,7 @@ def subscribe(
         ...     policy.load(model)
         ...     version = policy.wait(newer_than=version, timeout=60)
     """
-    return Subscription(name, scheduler, keys, shard)
+    return Subscription(name, scheduler, keys, shard, relay)
 
 
 class Subscription:
@@ -96,6 +102,7 @@ class Subscription:
         scheduler: str | None = None,
         keys: str | PathLike[str] | None = None,
         shard: tuple[int, int] | None = None,
+        relay: bool = True,
     ) -> None:
         given: Any = name
         if not isinstance(given, str) or not 1 <= len(given) <= KEY_MAX or not given.isprintable():
@@ -113,11 +120,13 @@ class Subscription:
             scheduler = config.DEFAULT_SCHEDULER if found is None else found.scheduler
         self.scheduler = address = config.as_address("scheduler", scheduler)
         self.keys = os.fspath(keys) if keys is not None else config.keys_path()
-        loaded = load_if_any(self.keys, "reader")
+        self._loaded = loaded = load_if_any(self.keys, "reader")
         self.name = name
         self.version: int | None = None
         """The number of the version that is read; None before the first."""
-        self._shard = shard
+        self._shard, self._may_relay = shard, relay
+        self._door: Door | None = None
+        """Where other readers get what this one has read."""
         self._transport, _, _ = open_transport(keys=loaded)
         me = own_identity(Role.READER, address, loaded)
         me = replace(me, rank=secrets.randbits(32), incarnation=secrets.randbits(62) + 1)
@@ -374,12 +383,20 @@ class Subscription:
         assert self.version is not None
         memory = VersionMemory(self._published, self._shard)
         is_alike = older is not None and base > 0 and older.published == self._published
-        far = [n for n in range(self._reader.servers) if is_alike and not self._reader.is_near(n)]
-        memory.begin(older, is_given=self._is_given, copies=bool(far))
+        far = self._far()
+        bases = dict.fromkeys(far, base) if is_alike else {}
+        memory.begin(older, is_given=self._is_given, copies=bool(bases))
         was_given, self._memory, self._is_given, self._holds = self._is_given, memory, False, 0
         what = f"reading version {self.version} of {self.name!r}"
-        asks = memory.asks(self.name, self.version, dict.fromkeys(far, base), proves=was_given)
-        self._ask(asks, until, what)
+        relayed = far if self._door is not None else []
+        asks = memory.asks(self.name, self.version, bases, proves=was_given, relayed=relayed)
+        if self._door is not None:
+            self._door.begin(self.name, self.version)
+        try:
+            self._ask(asks, until, what)
+        finally:
+            if self._door is not None:
+                self._door.begin(self.name, 0)
         if memory.unproved:
             self._ask(memory.reads_again(self.name, self.version), until, what)
         self._holds, self.bytes_read = self.version, memory.bytes_read
@@ -401,6 +418,8 @@ class Subscription:
                     self._ask(asks, time.monotonic() + 1.0, "close()")
             self._is_closed, self._tensors, self._memory, self._served = True, None, None, {}
             self._transport.close(0.2)
+            if self._door is not None:
+                self._door.close()
             self._thread.shutdown(wait=False)
 
     def __enter__(self) -> Subscription:
@@ -474,7 +493,26 @@ class Subscription:
             raise ConfigError(f"the subscription to {self.name!r} is closed")
         if not self._reader.servers:
             self._drive([], until, what)
+            self._open_door()
         self._drive(asks, until, what)
+
+    def _open_door(self) -> None:
+        """Listen for other readers, if there is something to pass on, and no stranger could come in."""
+        if not self._may_relay or self._door is not None or not self._far():
+            return
+        host, keys = own_host(self.scheduler, 1.0), self._loaded
+        is_safe = keys is not None or config.is_loopback(f"tcp://{host}") or config.switch("KVPS_INSECURE")
+        if not is_safe:
+            return
+        door = self._door = Door(host, keys, self._reader.envelope())
+        self._reader.endpoint, self._reader.on_range = door.endpoint, door.add
+        if keys is not None:
+            self._reader.key = keys.listening(Role.READER).public
+        weakref.finalize(self, door.close)
+
+    def _far(self) -> list[int]:
+        """Return the servers on other hosts."""
+        return [number for number in range(self._reader.servers) if not self._reader.is_near(number)]
 
     def _drive(self, asks: Iterable[Ask], until: float, what: str) -> None:
         self._reader.forget()  # a call may have been interrupted, or have failed before all had answered

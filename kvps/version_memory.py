@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,6 +20,8 @@ from kvps.protocol.publications import CHANGES_BYTES_MAX, READ_BYTES_MAX
 from kvps.tensors import TORCH
 
 ALIGN = 64
+RELAYED_BYTES_MAX = 512 << 10
+"""Bytes of one request that a relay may answer: it passes them on once all are there."""
 GAP_BYTES = 4096
 """Bytes between two parts of a block for which one request reads both."""
 
@@ -100,7 +102,13 @@ class VersionMemory:
     # --- requests -----------------------------------------------------------------------------------
 
     def asks(
-        self, name: str, number: int, bases: Mapping[int, int], *, proves: bool = False
+        self,
+        name: str,
+        number: int,
+        bases: Mapping[int, int],
+        *,
+        proves: bool = False,
+        relayed: Collection[int] = (),
     ) -> Iterator[Ask]:
         """Yield the requests for a version.
 
@@ -110,14 +118,15 @@ class VersionMemory:
             bases: server -> the older version that is in this memory, of which its changes are asked; others
                 are asked for all.
             proves: somebody else may have written to this memory.
+            relayed: servers whose bytes may come from other readers.
         """
         for (server, block), parts in self._parts.items():
-            base = bases.get(server)
+            base, relays = bases.get(server), server in relayed
             if base is None:
-                yield from self._reads(name, number, server, block, parts)
+                yield from self._reads(name, number, server, block, parts, relays=relays)
                 continue
-            for part in _cut(parts):
-                ask = p.ReadChanges(name, number, block, *part[1:3], base, part.width, proves)
+            for part in _cut(parts, RELAYED_BYTES_MAX if relays else CHANGES_BYTES_MAX):
+                ask = p.ReadChanges(name, number, block, *part[1:3], base, part.width, proves, relays)
                 yield Ask(server, ask, partial(self._take_changes, server, block, part))
 
     def reads_again(self, name: str, number: int) -> Iterator[Ask]:
@@ -126,9 +135,11 @@ class VersionMemory:
         for server, block, part in unproved:
             yield from self._reads(name, number, server, block, [part])
 
-    def _reads(self, name: str, number: int, server: int, block: int, parts: list[Part]) -> Iterator[Ask]:
-        for start, size, group in _grouped(parts):
-            yield Ask(server, p.Read(name, number, block, start, size), partial(self._take, group))
+    def _reads(
+        self, name: str, number: int, server: int, block: int, parts: list[Part], *, relays: bool = False
+    ) -> Iterator[Ask]:
+        for start, size, group in _grouped(parts, RELAYED_BYTES_MAX if relays else READ_BYTES_MAX):
+            yield Ask(server, p.Read(name, number, block, start, size, relays), partial(self._take, group))
 
     def _take(self, copies: list[Copy], packet: Packet) -> bool:
         """Copy what was read to where it belongs."""
@@ -178,25 +189,26 @@ def _merged(parts: list[Part]) -> list[Part]:
     return merged
 
 
-def _cut(parts: list[Part]) -> Iterator[Part]:
-    """Yield parts whose changes one request may ask for."""
+def _cut(parts: list[Part], most: int) -> Iterator[Part]:
+    """Yield parts of at most so many bytes, for whose changes one request may ask."""
     for to, start, size, width in parts:
-        for at in range(0, size, CHANGES_BYTES_MAX):
-            yield Part(to + at, start + at, min(size - at, CHANGES_BYTES_MAX), width)
+        for at in range(0, size, most):
+            yield Part(to + at, start + at, min(size - at, most), width)
 
 
-def _grouped(parts: list[Part]) -> Iterator[tuple[int, int, list[Copy]]]:
-    """Yield requests for the parts of a block: where it begins, its size, and what to copy of the answer."""
+def _grouped(parts: list[Part], most: int) -> Iterator[tuple[int, int, list[Copy]]]:
+    """Yield requests for the parts of a block, each of at most so many bytes: where it begins, its size, and
+    what to copy of the answer."""
     group: list[Copy] = []
     first = last = 0
     for to, start, size, _ in parts:
         while size:
-            if group and (start > last + GAP_BYTES or start >= first + READ_BYTES_MAX):
+            if group and (start > last + GAP_BYTES or start >= first + most):
                 yield first, last - first, group
                 group = []
             if not group:
                 first = last = start
-            taken = min(size, first + READ_BYTES_MAX - start)
+            taken = min(size, first + most - start)
             group.append((to, start - first, taken))
             to, start, size = to + taken, start + taken, size - taken
             last = max(last, start)

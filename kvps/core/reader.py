@@ -3,18 +3,24 @@
 A reader has no seat, and nobody waits for it. It asks the scheduler where the servers are, says HELLO to
 each, and then asks them. Each request may be made twice, so it is repeated until it is answered. If a server
 is silent, the scheduler is asked again: another process may be in its place.
+
+A server may answer that another reader has the bytes. That *relay* is asked then, and its bytes are taken if
+they have the digest that the server has told. A request that a relay does not answer so goes back to the
+server, and from a relay that is silent, all do.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvps import protocol as p
 from kvps.core.effects import Connect, Core, CoreOutbox, Exit, Note, Route, Send
 from kvps.core.membership_client import ASK_DOCTOR, EXIT_TEMPORARY, SCHEDULER, Identity
+from kvps.core.relay import Place, place_of
 from kvps.errors import (
     KeyNotFound,
     KvpsError,
@@ -34,6 +40,12 @@ UNANSWERED_S = 0.3
 """Seconds after a request without a word, after which it is asked, too: another process may have the seat."""
 LOST_S = 60.0
 """Seconds of silence after which a request is given up."""
+RELAY_AGAIN_S, RELAY_SILENT_S, RELAY_LATE_S = 0.2, 0.8, 5.0
+"""Seconds after which a relay is asked again, is given up if it says nothing, and if it only says to wait."""
+RELAYS_MAX = 32
+"""Relays that a reader is connected to."""
+RELAY_TRIES = 2
+"""Relays that are asked for the same bytes before the server is to give them itself."""
 WINDOW = 3
 """Requests under way to one server, each of up to 8 MiB. With the answers that were read and are not given
 back yet, they stay below what a server has on its way to one reader."""
@@ -49,10 +61,18 @@ class Ask:
     """Takes in an answer; False to wait for another one."""
     seq: int = 0
     sent_at: float = -math.inf
+    digest: str = ""
+    """The SHA-256 of the bytes that a relay is to give."""
+    first_at: float = math.inf
+    """When the relay was asked first."""
+    tries: int = 0
+    """Relays that did not give them."""
 
     @property
     def again_at(self) -> float:
         """When it is repeated."""
+        if self.digest:
+            return self.sent_at + RELAY_AGAIN_S
         return self.sent_at + (WATCH_AGAIN_S if type(self.message) is p.Watch else AGAIN_S)
 
 
@@ -60,8 +80,10 @@ class Ask:
 class Link:
     """The connection to one server."""
 
+    route: str
     endpoint: str = ""
     incarnation: int = 0
+    """The rank, if it is a relay."""
     is_near: bool = False
     """It is on this host."""
     is_ready: bool = False
@@ -82,6 +104,12 @@ class Link:
         unheard = [at for at in said if at >= self.heard_at]
         return min([self.heard_at + LATE_S, *[at + UNANSWERED_S for at in unheard]])
 
+    @property
+    def failed_at(self) -> float:
+        """When this relay is to be given up."""
+        first = min([ask.first_at for ask in self.sent.values()], default=math.inf)
+        return min(max(first, self.heard_at) + RELAY_SILENT_S, first + RELAY_LATE_S)
+
 
 class Reader(Core):
     """One process that reads; its doors are those of a core, and it exits when all requests are answered.
@@ -100,6 +128,14 @@ class Reader(Core):
         self.job = bytes(16)
         """Which job the servers are of; zeros while that is not known."""
         self._links: dict[int, Link] = {}
+        self._relays: list[Link] = []
+        """At most :data:`RELAYS_MAX`: each is called by its place here."""
+        self.endpoint = ""
+        """Where this process relays; empty if it does not, and is sent to no relay."""
+        self.key = ""
+        """The public key of all relays; empty without keys."""
+        self.on_range: Callable[[Place, memoryview], None] = lambda place, octets: None
+        """Hears of each range that others may have from here."""
         self._seq = 0
         self._is_connected = False
         self._is_begun = False
@@ -141,7 +177,7 @@ class Reader(Core):
     def forget(self) -> None:
         """Forget all requests: what still answers them is not heard."""
         self._is_begun, self._until = False, math.inf
-        for link in self._links.values():
+        for link in (*self._links.values(), *self._relays):
             link.queued.clear()
             link.sent.clear()
 
@@ -155,6 +191,8 @@ class Reader(Core):
         message = packet.message
         if route == SCHEDULER:
             self._on_scheduler(packet, now)
+        elif str(route).startswith("reader "):
+            self._on_relay(self._relays[int(str(route).removeprefix("reader "))], packet, now)
         else:
             number = int(str(route).rpartition(" ")[2])
             link = self._links[number]
@@ -164,9 +202,12 @@ class Reader(Core):
                     link.is_ready = True
                 case p.Error():
                     self._on_error(link, message, now)
+                case p.Elsewhere() if message.seq in link.sent:
+                    self._on_elsewhere(link.sent.pop(message.seq), message, now)
                 case p.Answer() if message.seq in link.sent:
                     link.served_at, link.refusal = now, ""
                     ask = link.sent[message.seq]
+                    self._share(ask, packet)
                     if ask.take(packet):
                         link.sent.pop(message.seq, None)
                 case _:
@@ -189,6 +230,9 @@ class Reader(Core):
                 return
         if not self.servers or any(now >= link.late_at for link in waits.values()):
             self._locate(now)
+        for relay in self._relays:
+            if now >= relay.failed_at:
+                self._give_up(relay, [*relay.sent.values(), *relay.queued])
         self._go_on(now)
 
     def deadline(self) -> float:
@@ -200,6 +244,8 @@ class Reader(Core):
             times += [ask.again_at for ask in link.sent.values()] if link.is_ready else []
             times += [link.greeted_at + AGAIN_S] if not link.is_ready else []
             times.append(max(link.late_at, self._asked_at + AGAIN_S))
+        for relay in self._relays:
+            times += [relay.failed_at, *[ask.again_at for ask in relay.sent.values()]]
         return min(times)
 
     # --- what happens ---------------------------------------------------------------------------------
@@ -211,7 +257,8 @@ class Reader(Core):
                     return  # the job is forming
                 before, self.job, self._located_at = self.job, packet.envelope.job, now
                 for index, member in enumerate(members):
-                    link = self._links.setdefault(member.rank, Link(heard_at=now))
+                    name = f"server {member.rank}"
+                    link = self._links.setdefault(member.rank, Link(name, heard_at=now))
                     place = member.endpoint, member.incarnation
                     if (link.endpoint, link.incarnation) != place:
                         link.endpoint, link.incarnation = place
@@ -220,11 +267,12 @@ class Reader(Core):
                             ask.sent_at = -math.inf
                         key = keys[index] if keys else ""
                         link.is_near = 0 != member.machine == self._me.machine
-                        name = f"server {member.rank}"
                         self.outbox.append(Connect(name, member.endpoint, link.is_near, key))
                 self.servers = len(members)
                 asked = [
-                    ask for link in self._waits().values() for ask in (*link.queued, *link.sent.values())
+                    ask
+                    for link in (*self._links.values(), *self._relays)
+                    for ask in (*link.queued, *link.sent.values())
                 ]
                 if before not in (bytes(16), self.job) and any(type(a.message) is not p.Watch for a in asked):
                     text = (
@@ -249,6 +297,54 @@ class Reader(Core):
         elif ask is not None or not link.is_ready:
             self._fail(error, now)
 
+    def _on_elsewhere(self, ask: Ask, message: p.Elsewhere, now: float) -> None:
+        """A relay has what was asked for, or is about to."""
+        place = message.endpoint, message.relay
+        relay = next((link for link in self._relays if (link.endpoint, link.incarnation) == place), None)
+        if relay is None:
+            relay = self._free_relay()
+            relay.endpoint, relay.incarnation, relay.is_ready = *place, True
+            self.outbox.append(Connect(relay.route, message.endpoint, False, self.key))
+        relay.queued.append(replace(ask, digest=message.digest, seq=0, sent_at=-math.inf, first_at=math.inf))
+
+    def _free_relay(self) -> Link:
+        """Return a new link, or that of the relay that was heard longest ago."""
+        if len(self._relays) < RELAYS_MAX:
+            self._relays.append(Link(f"reader {len(self._relays)}"))
+            return self._relays[-1]
+        relay = min(self._relays, key=lambda link: (len(link.queued) + len(link.sent), link.heard_at))
+        self._give_up(relay, [*relay.sent.values(), *relay.queued])
+        return relay
+
+    def _on_relay(self, relay: Link, packet: Packet, now: float) -> None:
+        """A relay has answered: with bytes, that it will have them, or that it will not."""
+        message = packet.message
+        relay.heard_at = now
+        ask = relay.sent.get(message.seq) if isinstance(message, p.Answer) else None
+        if ask is None or isinstance(message, p.Elsewhere):
+            return
+        if isinstance(message, p.Octets) and hashlib.sha256(packet.payload[0]).hexdigest() == ask.digest:
+            del relay.sent[ask.seq]
+            self._share(ask, packet)
+            ask.take(packet)
+        else:
+            self._give_up(relay, [ask])
+
+    def _give_up(self, relay: Link, asks: Iterable[Ask]) -> None:
+        """Ask the server for what a relay did not give."""
+        for ask in asks:
+            if relay.sent.pop(ask.seq, None) is None:
+                relay.queued.remove(ask)
+            tries = ask.tries + 1
+            again = replace(_as_read(ask), relays=tries < RELAY_TRIES, without=relay.incarnation, server=0)
+            self._links[ask.server].queued.appendleft(Ask(ask.server, again, ask.take, tries=tries))
+
+    def _share(self, ask: Ask, packet: Packet) -> None:
+        """Keep bytes for others, if they may ask for them."""
+        if isinstance(packet.message, p.Octets) and self.endpoint and not packet.loans:
+            assert isinstance(ask.message, p.Read | p.ReadChanges)
+            self.on_range(place_of(ask.server, ask.message), packet.payload[0])
+
     def _go_on(self, now: float) -> None:
         """Send what may be sent; exit if nothing is left to do."""
         if self.error is not None or not self._is_begun:
@@ -257,23 +353,29 @@ class Reader(Core):
             self._locate(now)
             return
         waits = self._waits()
-        for number, link in waits.items():
+        for link in waits.values():
             if not link.is_ready:
                 if now >= link.greeted_at + AGAIN_S:
                     link.greeted_at = now
-                    self._send(number, self._hello(), self._next())
+                    self._send(link, self._hello(), self._next())
                 continue
-            for ask in link.sent.values():
-                if now >= ask.again_at:
-                    ask.sent_at = now
-                    self._send(number, ask.message, ask.seq)
-            while link.queued and len(link.sent) < WINDOW:
-                ask = link.queued.popleft()
-                ask.seq, ask.sent_at = ask.seq or self._next(), now
-                link.sent[ask.seq] = ask
-                self._send(number, ask.message, ask.seq)
-        if not waits:
+            self._send_due(link, now)
+        for relay in self._relays:
+            self._send_due(relay, now)
+        if not waits and not any(relay.queued or relay.sent for relay in self._relays):
             self.outbox.append(Exit(0, "answered"))
+
+    def _send_due(self, link: Link, now: float) -> None:
+        """Send what is to be sent along a link now, again or for the first time."""
+        due = [ask for ask in link.sent.values() if now >= ask.again_at]
+        while link.queued and len(link.sent) < WINDOW:
+            ask = link.queued.popleft()
+            ask.seq, ask.first_at = ask.seq or self._next(), now
+            link.sent[ask.seq] = ask
+            due.append(ask)
+        for ask in due:
+            ask.sent_at = now
+            self._send(link, _as_read(ask) if ask.digest else ask.message, ask.seq)
 
     def _waits(self) -> dict[int, Link]:
         """Return the links along which an answer is still to come."""
@@ -282,7 +384,7 @@ class Reader(Core):
     def _locate(self, now: float) -> None:
         if now >= self._asked_at + AGAIN_S:
             self._asked_at = now
-            envelope = self._envelope(self._next())._replace(job=bytes(16))
+            envelope = self.envelope(self._next())._replace(job=bytes(16))
             self.outbox.append(Send(SCHEDULER, Packet(envelope, p.Where())))
 
     def _next(self) -> int:
@@ -291,12 +393,14 @@ class Reader(Core):
 
     def _hello(self) -> p.Hello:
         me = self._me
-        return p.Hello(*PROTOCOL, me.software, 0, Role.READER, me.rank, me.host, me.pid, machine=me.machine)
+        hello = p.Hello(*PROTOCOL, me.software, 0, Role.READER, me.rank, me.host, me.pid, self.endpoint)
+        return replace(hello, machine=me.machine)
 
-    def _send(self, server: int, message: Message, seq: int) -> None:
-        self.outbox.append(Send(f"server {server}", Packet(self._envelope(seq), message)))
+    def _send(self, link: Link, message: Message, seq: int) -> None:
+        self.outbox.append(Send(link.route, Packet(self.envelope(seq), message)))
 
-    def _envelope(self, seq: int) -> Envelope:
+    def envelope(self, seq: int = 0) -> Envelope:
+        """Return the envelope of what this process says."""
         assert self._me.rank is not None
         return Envelope(self.job, 0, Role.READER, self._me.rank, self._me.incarnation, seq)
 
@@ -327,3 +431,10 @@ class Reader(Core):
             f"{self._what}: server {number} at {link.endpoint} has {doing} for {LOST_S:.0f} s. {why}. "
             "Call again to wait on"
         )
+
+
+def _as_read(ask: Ask) -> p.Read:
+    """Return the request for all bytes, as it goes to a relay."""
+    message = ask.message
+    assert isinstance(message, p.Read | p.ReadChanges)
+    return p.Read(*place_of(0, message)[:2], *place_of(0, message)[3:], server=ask.server)

@@ -76,7 +76,7 @@ class Misbehaviour:
 
 log = logging.getLogger("kvps")
 _BUFFER = attrgetter("buffer")
-_OPENED = {"scheduler": Place.TO_SCHEDULER, "server": Place.TO_SERVER, "worker": Place.TO_WORKER}
+_OPENED = {str(role): Place[f"TO_{role.name}"] for role in permissions.LISTENING}
 """The first word of a connection's name -> the messages that may come along it."""
 
 

@@ -64,8 +64,8 @@ class Keys:
 
     def listening(self, role: Role) -> KeyPair:
         """Return the key that others expect where this process listens."""
-        own = self.role if role is Role.SCHEDULER else self.session
-        assert own is not None, "a scheduler has a key of its own"
+        own = self.role if role in (Role.SCHEDULER, Role.READER) else self.session
+        assert own is not None, "schedulers and readers have the key of their role"
         return own
 
 

@@ -23,16 +23,18 @@ class Place(enum.Enum):
     SCHEDULER = "a scheduler"
     SERVER = "a server"
     WORKER = "a worker"
-    """These three are where a process listens."""
+    READER = "a relay"
+    """These four are where a process listens."""
     TO_SCHEDULER = "a member"
     TO_SERVER = "a client of a server"
     TO_WORKER = "a client of a worker"
+    TO_READER = "a client of a relay"
     """And these the near ends of connections that a process has opened."""
 
     __hash__ = object.__hash__  # the one of Enum is a function in Python, and called for each packet
 
 
-LISTENING = {Role.SCHEDULER: Place.SCHEDULER, Role.SERVER: Place.SERVER, Role.WORKER: Place.WORKER}
+LISTENING: dict[Role, Place] = {role: Place[role.name] for role in Role if role is not Role.STANDBY}
 """Where others come in to a process of each role."""
 
 _MEMBER = frozenset({p.Enrol, p.Hello, p.Beat, p.Leave, p.Alive, p.Look, p.Ping, p.Error, p.ClockIs, p.Spans})
@@ -60,6 +62,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         Role.READER: _SHARING | _READS,
     },
     Place.WORKER: {Role.WORKER: _SHARING | {p.Hello, p.Push, p.Pull, p.Probe, p.Join}},
+    Place.READER: {Role.READER: frozenset({p.Read})},
     Place.TO_SCHEDULER: {
         Role.SCHEDULER: frozenset(
             {p.Done, p.Welcome, p.View, p.ViewChanges, p.Beat, p.Left, p.Stop, p.Error, p.Challenge, p.Seen}
@@ -83,11 +86,12 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         | {p.StreamAt, p.Welcome, p.Error, p.Ack, p.Done, p.Probed, p.Declared, p.FoundAll}
         | {p.Pulled, p.PulledRows, p.Changed}
         | {p.PulledTables, p.Exported, p.StateIs, p.StatusIs, p.Joined, p.HistoryIs, p.Revived, p.Ping}
-        | {p.Opened, p.Closed, p.VersionIs, p.Retained, p.Octets, p.Changes}
+        | {p.Opened, p.Closed, p.VersionIs, p.Retained, p.Octets, p.Changes, p.Elsewhere}
         | {p.Open, p.CopyBegin, p.CopyStores, p.CopyStore, p.CopyChunk, p.CopyKeys, p.CopyValues, p.CopyLevel}
         | {p.Embed, p.CopyRows, p.CopyBlock, p.CopyVersion, p.CopyPublication}
     },
     Place.TO_WORKER: {Role.WORKER: _SHARING | {p.Welcome, p.Error, p.Ack, p.Probed, p.Pulled}},
+    Place.TO_READER: {Role.READER: frozenset({p.Error, p.Octets, p.Elsewhere})},
 }
 """By place and by the role of the sender: what may be said there."""
 
@@ -188,7 +192,7 @@ def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message])
                 f"the session key of {name} may not send {kind.__name__}", reason="key_may_not"
             )
         return
-    if place is Place.SERVER and who == "reader" and envelope.role is Role.READER:
+    if place in (Place.SERVER, Place.READER) and who == "reader" and envelope.role is Role.READER:
         return  # the doors of its role are checked next
     if place is not Place.SCHEDULER or kind not in BY_KEY.get(who, ()):
         raise Unauthorized(

@@ -137,13 +137,19 @@ class Retained(Answer):
 
 @tag(170)
 class Read(Message):
-    """Reader to server: octets of a block, please."""
+    """Reader to server, or to a reader that relays: octets of a block, please."""
 
     publication: str
     number: int
     block: int
     start: int
     size: int
+    relays: bool = False
+    """The answer may be ELSEWHERE."""
+    without: int = 0
+    """The rank of a relay that did not give these octets; 0 for none."""
+    server: int = 0
+    """To a relay: the server whose block it is."""
 
 
 @tag(171)
@@ -172,6 +178,8 @@ class ReadChanges(Message):
     """Octets of an element, of which changes consist: 1, 2, 4 or 8."""
     proves: bool = False
     """Tell the CRC-32 also where the server knows that nothing has changed."""
+    relays: bool = False
+    """The answer may be ELSEWHERE."""
 
 
 @tag(173)
@@ -190,3 +198,15 @@ class Changes(Answer):
     def payload_sizes(self) -> tuple[int, ...]:
         """Where elements are, and the elements; nothing if nothing has changed."""
         return _sizes(self.size)
+
+
+@tag(174)
+class Elsewhere(Answer):
+    """Answer to READ and READ-CHANGES: another reader has these octets, or is about to."""
+
+    endpoint: str = ""
+    """Where it listens. A relay leaves all fields out while it has yet to receive the octets."""
+    relay: int = 0
+    """Its rank."""
+    digest: str = ""
+    """The SHA-256 of the octets, in hexadecimal."""

@@ -165,7 +165,7 @@ def of(sections: Iterable[Section], role: str, path: str = "memory") -> Keys:
     opens = {
         section.public: RoleKey(section.role, section.until)
         for section in found
-        if (role == "scheduler" != section.role) or (role == "server" and section.role == READER)
+        if (role == "scheduler" != section.role) or (role in ("server", READER) and section.role == READER)
     }
     return Keys(pinned, own.pair, opens=opens)
 

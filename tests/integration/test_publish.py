@@ -15,6 +15,8 @@ import torch
 import kvps
 import kvps.torch
 from kvps.core import manifest
+from kvps.core.effects import Route
+from kvps.core.relay import Place, Relay
 from kvps.dtypes import Spec
 from kvps.subscriber import digest_of
 
@@ -186,6 +188,40 @@ def test_changes_are_read_from_afar_and_come_to_the_same_bits(monkeypatch: pytes
         kv.publish("p", {"w": weights[1:], "n": state["n"]})
         policy.wait(timeout=LIMIT_S)
         assert torch.equal(dict(policy.tensors())["w"], weights[1:]), "another layout is read whole"
+    kvps.shutdown()
+
+
+@pytest.mark.spec("R589", "R590")
+def test_readers_of_other_hosts_pass_on_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPS_TRANSPORT", "tcp")  # as of another host
+    given: list[int] = []
+    give = Relay._give
+
+    def count(relay: Relay, route: Route, seq: int, place: Place) -> None:
+        given.append(place[-1])
+        give(relay, route, seq, place)
+
+    monkeypatch.setattr(Relay, "_give", count)
+    weights = torch.randn(3 << 19).bfloat16()
+    with (
+        kvps.create("dist_sync") as kv,
+        kvps.subscribe("p") as first,
+        kvps.subscribe("p", relay=False) as alone,
+    ):
+        kv.init("w", weights)
+        kv.publish("p", ["w"])
+        assert first.fetch(LIMIT_S) == alone.fetch(LIMIT_S) == 1
+        assert not given
+        with kvps.subscribe("p") as second:
+            assert second.fetch(LIMIT_S) == 1
+            assert sum(given) == weights.nbytes, "all of it came from the first"
+            first.close()
+            kv.publish("p", {"w": weights + 1})
+            with kvps.subscribe("p") as third:
+                for policy in (second, third):
+                    policy.wait(newer_than=1, timeout=LIMIT_S)
+                    assert torch.equal(dict(policy.tensors())["w"], weights + 1), "a relay has ended"
+            assert sum(given) == 2 * weights.nbytes
     kvps.shutdown()
 
 

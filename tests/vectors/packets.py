@@ -409,10 +409,11 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (READER, m.Watch("policy", 4), ()),
         (READER, m.Retain("policy", 5, True), ()),
         (SERVER, m.Retained(42, 2), (memoryview(b"[]"),)),
-        (READER, m.Read("policy", 5, 3, 8, 12), ()),
+        (READER, m.Read("policy", 5, 3, 8, 12, True, 9, 1), ()),
         (SERVER, m.Octets(42, 12), (floats(1.0, -2.0, 0.5),)),
-        (READER, m.ReadChanges("policy", 5, 3, 8, 12, 4, 4, True), ()),
+        (READER, m.ReadChanges("policy", 5, 3, 8, 12, 4, 4, True, True), ()),
         (SERVER, m.Changes(42, 1, 0, 2**32 + 7, 5), (memoryview(b"\x02" + floats(0.25).tobytes()),)),
+        (SERVER, m.Elsewhere(42, "tcp://10.0.0.3:9093", 9, "ab" * 32), ()),
     ]
 
 

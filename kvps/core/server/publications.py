@@ -15,11 +15,18 @@ limit is dropped, and its reader makes it again. So no reader can keep memory, o
 Bytes that rank 0 puts there stay at first where they came, which may be rank 0's own memory: it goes on when
 it has copied them once. The server copies a block when it has nothing else to do, or when one reads it.
 
+Readers that listen pass on what they read. Those that ask for a range stand in a list, in the order in which
+they came: the first gets the bytes, and each next one is sent to one before it, on its own host if there is
+one. All ask in the same order, so each is first for some ranges, and all links are in use at
+once. The server tells the digest of the range, so a relay can give nothing else. Nobody is sent to a relay
+that has failed, as long as this version is read.
+
 A return to a cut leaves publications alone: what was published stays what it was.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import zlib
 from collections import Counter, defaultdict, deque
@@ -41,7 +48,7 @@ from kvps.core.server.sessions import Describe, PendingRequest, Session
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, Overload, ProtocolError
 from kvps.phrases import ranks_in_words
-from kvps.protocol.envelope import Envelope, Message, Packet
+from kvps.protocol.envelope import Answer, Envelope, Message, Packet
 from kvps.protocol.publications import CHANGES_BYTES_MAX, KEEP_MAX, READ_BYTES_MAX
 from kvps.tensors import PRIVATE, Memory, from_frame, to_frame
 
@@ -65,11 +72,17 @@ ANNOUNCED_KEPT = 64
 NAMES_MAX = 16
 SHOWN_MAX = 64
 """Publications of which there are gauges."""
+CHAIN = 16
+"""Readers through which a range goes one by one, so that no link carries it twice; the next form a tree."""
+RANGES_MAX, RELAYS_MAX = 1 << 16, 1 << 10
+"""Ranges of a version that relays have, and readers that are in the list of one range."""
 WIDTHS = (1, 2, 4, 8)
 """Bytes of an element."""
 
 ReaderId = tuple[int, int]
 """Rank and incarnation of a reader: numbers that it has drawn."""
+Range = tuple[int, int, int]
+"""A block, where bytes begin in it, and their number."""
 
 
 class Block(NamedTuple):
@@ -97,6 +110,11 @@ class Version:
     manifest: memoryview | None = None
     completed_at: float | None = None
     """When it was announced; None before."""
+    relays: dict[Range, list[Reader]] = field(default_factory=dict)
+    """The readers that have asked for a range and listen, in the order in which they came."""
+    digests: dict[Range, str] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+    """The ranks of relays that did not give what they were to give."""
 
 
 @dataclass(slots=True)
@@ -129,23 +147,30 @@ class Reader:
     watches: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Publication -> the seq of its WATCH, and the version that it has."""
     away_bytes: int = 0
-    away_count: int = 0
+    away: dict[int, Route] = field(default_factory=dict)
+    """The requests whose answers are on their way, and where."""
     counted_from: float = 0.0
     count: int = 0
+    rank: int = 0
+    endpoint: str = ""
+    """Where it listens for other readers."""
+    machine: int = 0
+    """As in HELLO."""
 
 
 class Away:
     """Bytes on their way to a reader."""
 
-    __slots__ = ("_all", "_buffer", "_count", "_reader", "_size")
+    __slots__ = ("_all", "_buffer", "_reader", "_seq", "_size")
 
     def __init__(
-        self, reader: Reader, size: int, buffer: Buffer | None, all_copies: Counter[str], count: int
+        self, reader: Reader, size: int, buffer: Buffer | None, all_copies: Counter[str], seq: int | None
     ) -> None:
         self._reader, self._size, self._buffer, self._all = reader, size, buffer, all_copies
-        self._count = count
+        self._seq = seq
         reader.away_bytes += size
-        reader.away_count += count
+        if seq is not None:
+            reader.away[seq] = reader.route
         if buffer is None:
             all_copies["bytes"] += size
         else:
@@ -154,7 +179,8 @@ class Away:
     def release(self) -> None:
         """They have been read, or nobody will read them."""
         self._reader.away_bytes -= self._size
-        self._reader.away_count -= self._count
+        if self._seq is not None:
+            self._reader.away.pop(self._seq, None)
         if self._buffer is None:
             self._all["bytes"] -= self._size
         else:
@@ -470,6 +496,11 @@ class Publications:
         match message:
             case p.Hello():
                 check_protocol(message, self._context.me)
+                reader.rank, reader.machine, reader.endpoint = (
+                    envelope.rank,
+                    message.machine,
+                    message.endpoint,
+                )
                 welcome = self._member.welcome
                 assert welcome is not None, "admit() looks"
                 sizes = welcome.workers, welcome.servers
@@ -553,18 +584,45 @@ class Publications:
             raise ProtocolError(
                 f"octets {start} to {stop} of block {message.block} of {name!r} cannot be read"
             )
-        if reader.away_bytes + size > AWAY_BYTES_MAX or reader.away_count >= AWAY_MAX:
+        if reader.away.get(seq) == reader.route:
+            return  # the answer is under way
+        if reader.away_bytes + size > AWAY_BYTES_MAX or len(reader.away) >= AWAY_MAX:
             self._context.meter.add("kvps_dropped_packets_total", "reads")
             return  # it is asked for again
         is_copy = isinstance(message, p.ReadChanges) or block.as_dtype != block.dtype
         if is_copy and reader.away_bytes and self._copies["bytes"] + size > COPIES_BYTES_MAX:
             return  # readers may hang
         block = self._own(version, message.block)
-        if not isinstance(message, p.ReadChanges) or not self._give_changes(reader, seq, message, block):
-            octets = self._octets(block, start, stop, self._context.chunks.memory)
-            self._send(
-                reader, p.Octets(seq, size), octets, block.buffer if block.as_dtype == block.dtype else None
-            )
+        if isinstance(message, p.ReadChanges) and self._give_changes(reader, seq, message, block):
+            return
+        if isinstance(message, p.Read) and message.without and len(version.failed) < RELAYS_MAX:
+            version.failed.add(message.without)
+        if message.relays and reader.endpoint:
+            place = message.block, start, size
+            relay = self._relay_for(reader, place, version)
+            if relay is not None:
+                if place not in version.digests:
+                    octets = self._octets(block, start, stop, PRIVATE)
+                    version.digests[place] = hashlib.sha256(octets).hexdigest()
+                self._say(reader, p.Elsewhere(seq, relay.endpoint, relay.rank, version.digests[place]))
+                return
+        octets = self._octets(block, start, stop, self._context.chunks.memory)
+        self._send(
+            reader, p.Octets(seq, size), octets, block.buffer if block.as_dtype == block.dtype else None
+        )
+
+    @staticmethod
+    def _relay_for(reader: Reader, place: Range, version: Version) -> Reader | None:
+        """Return the reader that has these bytes for another one, or is about to; None for the first."""
+        if len(version.relays) >= RANGES_MAX and place not in version.relays:
+            return None
+        relays = version.relays.setdefault(place, [])
+        at = relays.index(reader) if reader in relays else len(relays)
+        if at == len(relays) < RELAYS_MAX:
+            relays.append(reader)
+        before = [relay for relay in relays[:at] if relay.rank not in version.failed]
+        near = [relay for relay in before if 0 != relay.machine == reader.machine] or before
+        return near[-1 if len(near) < CHAIN else (len(near) - 1) // 2] if near else None
 
     def _give_changes(self, reader: Reader, seq: int, message: p.ReadChanges, block: Block) -> bool:
         """Answer with what has changed; return whether that can be said, and in fewer bytes."""
@@ -617,12 +675,12 @@ class Publications:
     def _say(self, reader: Reader, message: Message) -> None:
         self._context.outbox.append(Send(reader.route, self._member.packet(message)))
 
-    def _send(self, reader: Reader, message: Message, frame: memoryview, buffer: Buffer | None) -> None:
-        count = 0 if isinstance(message, p.Changes) else 1  # changes are small, and keep no buffer
+    def _send(self, reader: Reader, message: Answer, frame: memoryview, buffer: Buffer | None) -> None:
+        seq = None if isinstance(message, p.Changes) else message.seq  # changes are small, and keep no buffer
         packet = Packet(self._member.envelope(), message, (frame,))
         self._context.meter.on_send(packet.payload)
         self._context.outbox.append(
-            Send(reader.route, packet, Away(reader, frame.nbytes, buffer, self._copies, count))
+            Send(reader.route, packet, Away(reader, frame.nbytes, buffer, self._copies, seq))
         )
 
     def expire(self, now: float) -> None:

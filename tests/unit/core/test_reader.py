@@ -1,11 +1,25 @@
 """A reader: it finds the servers, asks until it is answered, and says whom it waited for in vain."""
 
+import hashlib
+from collections.abc import Callable
+
 import pytest
 
 from kvps import protocol as p
 from kvps.core.effects import Connect, Effect, Exit, Note, Send
 from kvps.core.membership_client import Identity
-from kvps.core.reader import AGAIN_S, LATE_S, LOST_S, WATCH_AGAIN_S, WINDOW, Ask, Reader
+from kvps.core.reader import (
+    AGAIN_S,
+    LATE_S,
+    LOST_S,
+    RELAY_LATE_S,
+    RELAY_SILENT_S,
+    RELAYS_MAX,
+    WATCH_AGAIN_S,
+    WINDOW,
+    Ask,
+    Reader,
+)
 from kvps.errors import KeyNotFound, Mismatch, SchedulerLost, ServerLost, Timeout, Unauthorized
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from tests.support.effects import taken
@@ -270,3 +284,128 @@ def test_server_that_refuses_again_and_again_is_given_up() -> None:
         effects = stage.wait(AGAIN_S)
     assert isinstance(stage.core.error, ServerLost)
     assert "has answered no request for 60 s. It says: server 0 serves another job" in str(stage.core.error)
+
+
+# --- relays ---------------------------------------------------------------------------------------
+
+OCTETS = memoryview(b"abcdefgh")
+DIGEST = hashlib.sha256(OCTETS).hexdigest()
+
+
+class Relayed(Stage):
+    """A reader that has asked server 1 for some ranges."""
+
+    def __init__(self, count: int = 1) -> None:
+        super().__init__()
+        self.core.endpoint, self.core.key = "tcp://me:1", "k"
+        self.kept: list[int] = []
+        self.core.on_range = lambda place, octets: self.kept.append(place[4])
+        self.read: list[int] = []
+        self.joined()
+        asks = [Ask(1, p.Read("policy", 3, 0, start, 8, True), self.taking(start)) for start in range(count)]
+        (hello,) = taken(self.core, self.core.begin(asks, 1e9, "reading", self.now))
+        assert isinstance(hello, Send)
+        assert isinstance(hello.packet.message, p.Hello)
+        assert hello.packet.message.endpoint == "tcp://me:1"
+        self.asked = said(self.hear(p.Welcome(3, 2**40, 1, 2), "server 1"), p.Read)
+
+    def taking(self, start: int) -> Callable[[Packet], bool]:
+        def take(packet: Packet) -> bool:
+            self.read.append(start)
+            return True
+
+        return take
+
+    def send_elsewhere(self, relay: int = 5, index: int = 0) -> list[Effect]:
+        message = p.Elsewhere(self.asked[index][1], f"tcp://r:{relay}", relay, DIGEST)
+        return self.hear(message, "server 1")
+
+    def answer(self, message: Message, *payload: memoryview, route: str = "reader 0") -> list[Effect]:
+        packet = Packet(Envelope(JOB, 0, Role.READER, 5, 1, 0), message, payload)
+        return taken(self.core, self.core.on_packet(route, packet, self.now))
+
+
+def reads(effects: list[Effect]) -> list[tuple[object, p.Read]]:
+    sent = [effect for effect in effects if isinstance(effect, Send)]
+    return [
+        (effect.to, effect.packet.message) for effect in sent if isinstance(effect.packet.message, p.Read)
+    ]
+
+
+@pytest.mark.spec("R589")
+def test_relay_is_asked_and_its_bytes_are_passed_on() -> None:
+    stage = Relayed()
+    effects = stage.send_elsewhere()
+    assert effects[0] == Connect("reader 0", "tcp://r:5", False, "k")
+    assert reads(effects) == [("reader 0", p.Read("policy", 3, 0, 0, 8, server=1))]
+    ((_, seq),) = said(effects, p.Read)
+    assert not ended(stage.answer(p.Elsewhere(seq)))
+    assert not stage.answer(p.Octets(seq + 9, 8), OCTETS), "nobody asked"
+    assert not stage.answer(p.Watch("policy", 3))
+    assert ended(stage.answer(p.Octets(seq, 8), OCTETS))
+    assert stage.read == stage.kept == [0]
+
+
+@pytest.mark.spec("R589")
+def test_false_bytes_and_refusals_send_a_reader_back_to_the_server() -> None:
+    stage = Relayed()
+    ((_, seq),) = said(stage.send_elsewhere(), p.Read)
+    effects = stage.answer(p.Octets(seq, 8), memoryview(b"abcdefgX"))
+    assert reads(effects) == [("server 1", p.Read("policy", 3, 0, 0, 8, True, 5))]
+    stage.asked = said(effects, p.Read)
+    ((_, seq),) = said(stage.send_elsewhere(6), p.Read)
+    effects = stage.answer(p.Error(seq, KeyNotFound.code, "gone"), route="reader 1")
+    assert reads(effects) == [("server 1", p.Read("policy", 3, 0, 0, 8, False, 6))], "no third relay"
+    assert stage.read == []
+    ((_, seq),) = said(effects, p.Read)
+    assert ended(stage.answer(p.Octets(seq, 8), OCTETS, route="server 1"))
+
+
+@pytest.mark.spec("R589")
+def test_silent_relay_is_asked_again_and_then_given_up_with_all_its_ranges() -> None:
+    stage = Relayed(WINDOW)
+    for index in range(WINDOW):
+        stage.send_elsewhere(index=index)
+    effects = stage.wait(RELAY_SILENT_S)
+    assert {to for to, _ in reads(effects[:WINDOW])} == {"reader 0"}, "again"
+    back = [read for to, read in reads(effects) if to == "server 1"]
+    assert {read.without for read in back} == {5}
+    assert {read.start for read in back} == set(range(WINDOW))
+
+
+@pytest.mark.spec("R589")
+def test_relay_that_only_says_to_wait_is_given_up_later() -> None:
+    stage = Relayed()
+    ((_, seq),) = said(stage.send_elsewhere(), p.Read)
+    begun, back = stage.now, []
+    while not back:
+        stage.answer(p.Elsewhere(seq))
+        back = [read for to, read in reads(stage.wait(RELAY_SILENT_S / 2)) if to == "server 1"]
+    assert RELAY_LATE_S <= stage.now - begun < RELAY_LATE_S + 1.0
+
+
+def test_relays_are_few_and_the_idle_ones_make_place() -> None:
+    stage = Relayed()
+    for relay in range(RELAYS_MAX):
+        ((_, seq),) = said(stage.send_elsewhere(relay), p.Read)
+        effects = stage.answer(p.Error(seq, KeyNotFound.code, "gone"), route=f"reader {relay}")
+        stage.asked = said(effects, p.Read)
+    assert Connect("reader 0", "tcp://r:99", False, "k") in stage.send_elsewhere(99)
+
+
+def test_busy_relay_that_makes_place_loses_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvps.core.reader.RELAYS_MAX", 1)
+    monkeypatch.setattr("kvps.core.reader.WINDOW", 2)
+    stage = Relayed(2)
+    stage.send_elsewhere(5)
+    effects = stage.send_elsewhere(6, 1)
+    assert {(to, read.without) for to, read in reads(effects)} == {("server 1", 5), ("reader 0", 0)}
+
+
+def test_job_that_is_another_ends_what_relays_were_asked() -> None:
+    stage = Relayed()
+    stage.send_elsewhere()
+    members = member(0, 2), member(1, 2, endpoint="tcp://s:2", machine=8)
+    effects = stage.hear(p.ServersAre(1, members, ("", "k")), job=bytes(16).replace(b"\0", b"\1"))
+    assert ended(effects)
+    assert isinstance(stage.core.error, KeyNotFound)

@@ -44,7 +44,7 @@ TAGS = {
     **{150: "Rendezvous", 151: "RendezvousIs"},
     **{160: "Freeze", 161: "Put", 162: "Announce", 163: "LastVersion", 164: "VersionIs"},
     **{165: "Where", 166: "ServersAre", 167: "Watch", 168: "Retain", 169: "Retained"},
-    **{170: "Read", 171: "Octets", 172: "ReadChanges", 173: "Changes"},
+    **{170: "Read", 171: "Octets", 172: "ReadChanges", 173: "Changes", 174: "Elsewhere"},
 }
 """Written down once more: a tag that was given is for ever."""
 

@@ -12,7 +12,12 @@ from kvps.protocol.envelope import MESSAGES, Envelope, Message, Node, Role
 from kvps.protocol.permissions import ALLOWED, HEAD_BYTES, LONG, Place, check
 from tests.vectors.packets import name_of
 
-PLACES = {"scheduler": Place.SCHEDULER, "server": Place.SERVER, "worker": Place.WORKER}
+PLACES = {
+    "scheduler": Place.SCHEDULER,
+    "server": Place.SERVER,
+    "worker": Place.WORKER,
+    "reader": Place.READER,
+}
 LISTENING = tuple(PLACES.values())
 
 
@@ -91,6 +96,7 @@ def envelope(role: Role = Role.WORKER, rank: int = 3, life: int = 17) -> Envelop
         ("role:admin", Place.SCHEDULER, envelope(rank=0, life=0), m.Scale),
         ("server:3:17", Place.SCHEDULER, envelope(Role.SERVER), m.Drain),
         ("role:reader", Place.SERVER, envelope(Role.READER, 5, 9), m.Watch),
+        ("role:reader", Place.READER, envelope(Role.READER, 5, 9), m.Read),
         ("user:1000", Place.WORKER, envelope(rank=9, life=1), m.Push),
         ("user:1000", Place.SERVER, envelope(rank=9, life=1), m.Push),
     ],

@@ -1,5 +1,6 @@
 """Publications on a server: versions that readers read, and that no reader can change, keep or hold up."""
 
+import hashlib
 import math
 import zlib
 from collections.abc import Callable
@@ -375,11 +376,11 @@ def test_small_reads_do_not_keep_many_buffers(monkeypatch: pytest.MonkeyPatch) -
     server.freeze(1, chunk)
     server.announce(1)
     (reader,) = server.server.publications.readers.values()
-    reader.away_count = publications.AWAY_MAX
+    reader.away = {-number: b"" for number in range(publications.AWAY_MAX)}
     assert not server.read(1, chunk, 4)
-    reader.away_count -= 1
+    del reader.away[0]
     assert server.read(1, chunk, 4)
-    assert reader.away_count == publications.AWAY_MAX - 1
+    assert len(reader.away) == publications.AWAY_MAX - 1
 
 
 @pytest.mark.spec("R548")
@@ -516,10 +517,10 @@ def test_changes_are_those_since_the_base() -> None:
     apply(octets, 4, 2, 0, said.payload[0])
     assert octets.view("f4").tolist() == after.tolist()
     (reader,) = server.server.publications.readers.values()
-    reader.away_count = publications.AWAY_MAX - 1
+    reader.away = {-number: b"" for number in range(publications.AWAY_MAX - 1)}
     assert server.changes(2, 1, 400)
-    assert reader.away_count == publications.AWAY_MAX - 1
-    reader.away_count = 0
+    assert len(reader.away) == publications.AWAY_MAX - 1
+    reader.away = {}
     assert server.changes(2, 1, 20, 20).message == p.Changes(
         server.seq, 0, 0, 1 << 32 | zlib.crc32(to_frame(after)[20:40])
     )
@@ -586,3 +587,101 @@ def test_changes_of_no_elements_are_refused(fields: dict[str, int]) -> None:
     server.publish(1, 1.0, 2.0, 3.0, 4.0)
     said = server.changes(1, 1, **{"size": 16, **fields})
     fails([said], ProtocolError, "cannot be read")
+
+
+# --- relays ---------------------------------------------------------------------------------------
+
+
+class Relays(Stage):
+    """A server of one version, and readers that listen on machines of their own."""
+
+    octets = memoryview(b"")
+
+    def listen(self, *machines: int) -> None:
+        for rank, machine in enumerate(machines, 1):
+            said = self.reader(rank, greeting(role=4, rank=rank, endpoint=f"tcp://r:{rank}", machine=machine))
+            assert heard(said, p.Welcome)
+
+    def sends(self, rank: int, start: int = 0, **fields: object) -> int:
+        """Return the rank of the relay that a reader is sent to; 0 if it gets the bytes."""
+        message = replace(p.Read("policy", 1, 0, start, 4, True), **fields)  # type: ignore[arg-type]
+        (said,) = self.reader(rank, message)
+        if isinstance(said.message, p.Octets):
+            return 0
+        assert isinstance(said.message, p.Elsewhere)
+        assert said.message.endpoint == f"tcp://r:{said.message.relay}"
+        assert said.message.digest == hashlib.sha256(self.octets[start : start + 4]).hexdigest()
+        return said.message.relay
+
+
+def relays(*machines: int) -> Relays:
+    server = Relays(2, 1)
+    server.open()
+    server.octets = to_frame(torch.tensor([1.0, 2.0]))
+    server.publish(1, 1.0, 2.0)
+    server.listen(*machines)
+    return server
+
+
+@pytest.mark.spec("R588")
+def test_range_goes_through_readers_one_by_one_and_then_through_a_tree() -> None:
+    server = relays(*range(1, publications.CHAIN + 4))
+    assert [server.sends(rank) for rank in (2, 1, 3)] == [0, 2, 1]
+    assert server.sends(1) == 2, "asked again"
+    assert [server.sends(rank, start=4) for rank in (3, 2)] == [0, 3], "another range, another first"
+    for rank in range(4, publications.CHAIN + 1):
+        assert server.sends(rank) == rank - 1
+    assert server.sends(publications.CHAIN + 1) == publications.CHAIN // 2
+
+
+@pytest.mark.spec("R588")
+def test_reader_is_sent_to_its_own_host_first() -> None:
+    server = relays(7, 8, 7, 0, 0)
+    assert [server.sends(rank) for rank in (1, 2, 3)] == [0, 1, 1]
+    assert [server.sends(rank) for rank in (4, 5)] == [3, 4], "hosts that are not known are none"
+
+
+@pytest.mark.spec("R588")
+def test_relay_that_failed_is_named_no_more() -> None:
+    server = relays(1, 2, 3)
+    assert [server.sends(rank) for rank in (1, 2, 3)] == [0, 1, 2]
+    assert server.sends(2, without=1) == 0
+    assert server.sends(3, without=1) == 2
+    assert server.sends(3, without=2) == 0
+
+
+@pytest.mark.spec("R588")
+def test_only_those_that_listen_are_sent_to_relays_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = relays(1, 2)
+    server.greet(9)
+    assert server.sends(9) == 0
+    assert server.sends(1) == 0
+    assert server.sends(9) == 0
+    assert server.sends(2, relays=False) == 0
+    monkeypatch.setattr(publications, "RANGES_MAX", 1)
+    assert [server.sends(rank, start=4) for rank in (1, 2)] == [0, 0], "too many ranges"
+    monkeypatch.setattr(publications, "RELAYS_MAX", 1)
+    assert server.sends(2) == 1
+    assert len(server.server.publications.by_name["policy"].versions[1].relays[0, 0, 4]) == 1
+
+
+@pytest.mark.spec("R588")
+def test_reader_of_changes_is_sent_elsewhere_where_all_bytes_are_to_come() -> None:
+    server = relays(1, 2)
+    change = p.ReadChanges("policy", 1, 0, 0, 8, 7, 4, relays=True)
+    (said,) = server.reader(1, change)
+    assert isinstance(said.message, p.Octets)
+    (said,) = server.reader(2, change)
+    assert isinstance(said.message, p.Elsewhere)
+
+
+@pytest.mark.spec("R591")
+def test_answer_that_is_under_way_is_not_sent_twice() -> None:
+    server = relays(1)
+    publication = server.server.publications
+    (_, reader) = publication.readers.popitem()
+    publication.readers[1, LIFE] = reader
+    reader.away[server.seq + 1] = b"r1"
+    assert not server.reader(1, p.Read("policy", 1, 0, 0, 4))
+    reader.away = {server.seq + 1: b"an older connection"}
+    assert heard(server.reader(1, p.Read("policy", 1, 0, 0, 4)), p.Octets)

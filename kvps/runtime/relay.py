@@ -1,0 +1,60 @@
+"""The door of a subscription: a thread that gives other readers what this one has read."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from kvps import config
+from kvps.core.relay import Place, Relay
+from kvps.errors import KvpsError
+from kvps.net.driver import Inbox, drive
+from kvps.net.zap import Keys
+from kvps.net.zeromq import ZmqTransport
+from kvps.protocol.envelope import Envelope, Role
+
+log = logging.getLogger("kvps")
+
+
+class Door:
+    """A relay that runs.
+
+    Args:
+        host: the address at which other readers reach this process.
+        keys: by which it speaks and accepts connections; None to accept any.
+        envelope: of its answers.
+
+    Raises:
+        ConfigError: if it cannot listen there.
+    """
+
+    def __init__(self, host: str, keys: Keys | None, envelope: Envelope) -> None:
+        self._transport = ZmqTransport(
+            f"tcp://{host}:0", checksums=config.checksums(), role=Role.READER, keys=keys
+        )
+        self.endpoint = self._transport.endpoint
+        self._inbox: Inbox[Relay] = Inbox(self._transport)
+        self._relay = Relay(envelope)
+        self._thread = threading.Thread(target=self._run, name="kvps-relay", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            drive(self._relay, self._transport, self._inbox)
+        except KvpsError as error:
+            log.warning("this reader passes nothing on any more: %s", error)
+        self._transport.close(0.2)
+
+    def begin(self, publication: str, number: int) -> None:
+        """A version is about to be read; none if ``number`` is 0."""
+        self._inbox.put(Relay.on_version, publication, number)
+
+    def add(self, place: Place, octets: memoryview) -> None:
+        """A range was read."""
+        self._inbox.put(Relay.on_range, place, octets)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread.is_alive():
+            self._inbox.put(Relay.on_end)
+            self._thread.join(1.0)
