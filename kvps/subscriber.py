@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import secrets
 import sys
@@ -44,6 +45,7 @@ from kvps.version_memory import VersionMemory, rows_of
 if TYPE_CHECKING:
     from os import PathLike
 
+log = logging.getLogger("kvps")
 FETCH_MAX_S = 300.0
 """Seconds that reading a version may take, unless the call gives a limit."""
 DIFFERENCES_MAX = 20
@@ -504,7 +506,11 @@ class Subscription:
         is_safe = keys is not None or config.is_loopback(f"tcp://{host}") or config.switch("KVPS_INSECURE")
         if not is_safe:
             return
-        door = self._door = Door(host, keys, self._reader.envelope())
+        try:
+            door = self._door = Door(host, keys, self._reader.envelope())
+        except ConfigError as error:
+            log.warning("this reader reads from the servers alone: %s", error)
+            return
         self._reader.endpoint, self._reader.on_range = door.endpoint, door.add
         if keys is not None:
             self._reader.key = keys.listening(Role.READER).public

@@ -18,8 +18,8 @@ KEPT_BYTES_MAX = 256 << 20
 """Bytes that stay for others."""
 KEPT_S = 10.0
 """Seconds for which they stay while nobody asks."""
-WAITING_MAX = 4096
-"""Requests for ranges that are not here yet."""
+WAITING_MAX, GIVEN_MAX = 1 << 12, 1 << 16
+"""Ranges that others wait for, and requests that are known to have been answered."""
 
 Place = tuple[str, int, int, int, int, int]
 """Publication, version, server, block, start and size."""
@@ -102,6 +102,8 @@ class Relay(Core):
         return self._asked_at + KEPT_S if self._kept else None
 
     def _give(self, route: Route, seq: int, place: Place) -> None:
+        if len(self._given) >= GIVEN_MAX:
+            self._given.clear()
         self._given.add((route, seq))
         self._say(route, p.Octets(seq, self._kept[place].nbytes), self._kept[place])
 

@@ -225,6 +225,22 @@ def test_readers_of_other_hosts_pass_on_what_they_read(monkeypatch: pytest.Monke
     kvps.shutdown()
 
 
+def test_reader_that_cannot_listen_reads_from_the_servers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVPS_TRANSPORT", "tcp")  # as of another host
+
+    def refuse(*_: object) -> None:
+        raise kvps.ConfigError("there are too few file descriptors")
+
+    monkeypatch.setattr("kvps.subscriber.Door", refuse)
+    with kvps.create("dist_sync") as kv, kvps.subscribe("p") as policy:
+        kv.publish("p", {"w": torch.ones(9)})
+        assert torch.equal(dict(policy.tensors(LIMIT_S))["w"], torch.ones(9))
+    assert "reads from the servers alone: there are too few" in caplog.text
+    kvps.shutdown()
+
+
 def test_reader_that_outlives_a_job_reads_the_next_ones_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPS_TRANSPORT", "tcp")  # as of another host
     monkeypatch.setenv("KVPS_INSECURE", "1")

@@ -80,6 +80,16 @@ def test_memory_and_waiting_requests_are_limited(monkeypatch: pytest.MonkeyPatch
     assert stage.core.deadline() is None
 
 
+def test_requests_that_were_answered_are_forgotten_where_they_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relay, "GIVEN_MAX", 2)
+    stage = Stage()
+    stage.comes()
+    assert [stage.ask(seq=seq) for seq in (1, 2, 3)] == [[p.Octets(seq, 8)] for seq in (1, 2, 3)]
+    assert stage.ask(seq=1) == [p.Octets(1, 8)]
+
+
 def test_relay_ends_with_its_reader() -> None:
     stage = Stage()
     (end,) = taken(stage.core, stage.core.on_end(1.0))
