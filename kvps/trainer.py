@@ -54,14 +54,13 @@ from kvps.torch.sync.gradient_sync import Advice, GradientSync
 from kvps.torch.sync.parameter_sync import (
     ParameterSync,
     check_free,
-    check_groups,
     is_distributed,
     named,
     runs_in_store,
     store_of,
 )
 from kvps.torch.sync.state_dict import StateInStore, in_words
-from kvps.torch.sync.steps import Described, OwnedSteps, Resumable
+from kvps.torch.sync.steps import Described, OwnedSteps, Resumable, check_groups
 
 Params: TypeAlias = "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
 ADVICE = Advice(
@@ -180,7 +179,11 @@ class Trainer(Resumable):
         """The numbers of a torch optimizer that runs in the store, which a scheduler may change."""
         if isinstance(optimizer, torch.optim.Optimizer) and kv is not None:
             self._owned = OwnedSteps(
-                optimizer, self, IN_STORE if on_store else NOT_SUMMED, may_evaluate=not on_store
+                optimizer,
+                self,
+                IN_STORE if on_store else NOT_SUMMED,
+                self._params,
+                may_evaluate=not on_store,
             )
             if on_store:
                 self._described = Described(optimizer, self._params, clip_global_norm)

@@ -205,10 +205,8 @@ class DeferredUpdates(ForwardOverlap):
         """Parameter -> the gradients that its update waits for."""
         self._rates: list[dict[str, Any]] = []
         """The optimizer's groups without their parameters, as they were at that step."""
-        number_of = {
-            param: number for number, group in enumerate(optimizer.param_groups) for param in group["params"]
-        }
-        self._group_of = {name: number_of.get(param, 0) for name, param in model.params.items()}
+        self._group_of: dict[torch.Tensor, int] = {}
+        """Parameter -> the number of its group at that step."""
         # Hooks were called when the script made the step: this is one of its parts.
         self._plain_step = plain_step(optimizer)
         super().__init__(module, model.params, self._update_arrived)
@@ -220,6 +218,11 @@ class DeferredUpdates(ForwardOverlap):
             {option: value for option, value in group.items() if option != "params"}
             for group in self._optimizer.param_groups
         ]
+        self._group_of = {
+            param: number
+            for number, group in enumerate(self._optimizer.param_groups)
+            for param in group["params"]
+        }
         for name in buckets:
             self._params[name].grad = None  # the next gradients are of another step
         self.put_off(buckets)
@@ -249,7 +252,7 @@ class DeferredUpdates(ForwardOverlap):
         before: dict[torch.Tensor, torch.Tensor | None] = {}
         for name, bucket in buckets.items():
             param = self._params[name]
-            groups.setdefault(self._group_of[name], []).append(param)
+            groups.setdefault(self._group_of.get(param, 0), []).append(param)
             before[param] = param.grad
             param.grad = bucket.gradient(name)
         whole = self._optimizer.param_groups

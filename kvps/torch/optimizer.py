@@ -57,13 +57,12 @@ from kvps.torch.sync.gradient_sync import OPTIMIZERS, Advice, GradientSync
 from kvps.torch.sync.parameter_sync import (
     ParameterSync,
     check_free,
-    check_groups,
     named,
     runs_in_store,
     store_of,
 )
 from kvps.torch.sync.state_dict import StateInStore, WrappedOptimizer, in_words
-from kvps.torch.sync.steps import Described, OwnedSteps
+from kvps.torch.sync.steps import Described, OwnedSteps, check_groups
 
 log = logging.getLogger("kvps")
 Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"
@@ -232,7 +231,7 @@ class DistributedOptimizer(WrappedOptimizer):
         )
         # With overlap_backward, until it is known that no scaler is used.
         self._exchange.is_held = self._on_store
-        self._owned = OwnedSteps(optimizer, self, NOT_OURS)
+        self._owned = OwnedSteps(optimizer, self, NOT_OURS, params)
         self._steps = self._model.steps
         self._steps.choose(
             DistributedOptimizer._step_in_store,

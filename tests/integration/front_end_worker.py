@@ -339,6 +339,45 @@ def frozen_on_the_way(make: Make) -> Sequence[torch.Tensor]:
     return ended(training)
 
 
+@feature
+def trained_on_the_way(make: Make) -> Sequence[torch.Tensor]:
+    """Gradual unfreezing: the optimizer has the parameters from the beginning."""
+    model = net()
+    model[0].requires_grad_(False)
+    training = make(model, plain_sgd)
+    run(training, range(3))
+    model[0].requires_grad_(True)
+    run(training, range(3, STEPS))
+    return ended(training)
+
+
+@feature
+def group_added_on_the_way(make: Make) -> Sequence[torch.Tensor]:
+    """Gradual unfreezing: the optimizer gets the parameters, with a rate of their own, when they are trained."""
+    model = net()
+    model[0].requires_grad_(False)
+    training = make(model, lambda params: plain_sgd([p for p in params if p.requires_grad]))  # type: ignore[attr-defined]
+    run(training, range(3))
+    model[0].requires_grad_(True)
+    training.optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.03})
+    run(training, range(3, STEPS))
+    return ended(training)
+
+
+@feature
+def unknown_parameter_added(make: Make) -> Sequence[torch.Tensor]:
+    """A parameter that no front end has seen, and of which each rank has gradients of its own."""
+    unknown = nn.Parameter(torch.ones(4, device=DEVICE))
+    training = make(net(), plain_sgd)
+    run(training, range(3))
+    training.optimizer.add_param_group({"params": [unknown]})
+    for step in range(3, STEPS):
+        training.zero_grad()
+        training.backward(lambda model, rank, step=step: model(batch(step, rank) * unknown).square().mean())  # type: ignore[misc]
+        training.step()
+    return [*ended(training), unknown.detach()]
+
+
 class Branches(nn.Module):
     """Two layers, of which a pass uses one."""
 

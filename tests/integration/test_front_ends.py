@@ -32,7 +32,10 @@ NO_SCALER = "refused a GradScaler takes a torch optimizer"
 NO_COPIES = "refused .*cannot be pickled or copied"
 HOROVODS = "failed .*(AssertionError|gradient_reduction)"
 """Horovod raises an AssertionError here, and so do its names over kvps."""
+NOT_KNOWN = "refused .*not in params"
+NOT_MERGED = "refused .*not merged"
 DOCUMENTED = "differs"
+LATE = ("trained_on_the_way", "group_added_on_the_way", "unknown_parameter_added")
 
 SEVERAL_PASSES = dict.fromkeys(("accumulation_without_a_word", "sparse_passes_without_a_word"), PASSES)
 """Gradients leave in backward, so a second pass has to be announced."""
@@ -59,6 +62,7 @@ OVERLAPS = {
 }
 OF_HOROVOD = {
     **CLIP_NOT,
+    **dict.fromkeys(LATE, DOCUMENTED),  # Horovod's hooks are on parameters that were trained at the beginning
     **dict.fromkeys(DISCARDS, HOROVODS),
     "accumulation_without_a_word": HOROVODS,
     "accumulation_in_a_block": HOROVODS,
@@ -104,6 +108,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
     },
     "ddp": {
         **CLIP_NOT,
+        **dict.fromkeys(LATE, DOCUMENTED),  # as with any backend
         "accumulation": "close",
         "accumulation_without_a_word": "close",
         "frozen_on_the_way": "failed .*finished reduction",  # as with any backend
@@ -114,6 +119,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
     "byteps": OF_HOROVOD,
     "diloco": {
         **CLIP_NOT,
+        **dict.fromkeys(LATE, NOT_MERGED),
         "adam_default": DOCUMENTED,  # the mean of Adam's steps is not Adam's step of the mean
         "sparse_adam_steps": DOCUMENTED,
         "sparse_rows_whose_gradients_cancel": DOCUMENTED,
@@ -122,6 +128,8 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "uneven_batches": NO_JOIN,
     },
 }
+for _verdicts in OTHERWISE.values():
+    _verdicts.setdefault("unknown_parameter_added", NOT_KNOWN)
 
 
 def verdicts(

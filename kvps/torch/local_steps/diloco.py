@@ -57,8 +57,8 @@ from kvps.torch.local_steps.fragments import Schedule, fragments_of
 from kvps.torch.local_steps.gate import Gate, counted, factor_of
 from kvps.torch.local_steps.pace import MeanStore, Pace
 from kvps.torch.sync.agreement import buffers_of, check_plain, demand_same
-from kvps.torch.sync.parameter_sync import carried, check_groups, named, put_back, until_made
-from kvps.torch.sync.steps import Steps
+from kvps.torch.sync.parameter_sync import carried, named, put_back, until_made
+from kvps.torch.sync.steps import Steps, check_groups
 
 log = logging.getLogger("kvps")
 
@@ -386,9 +386,11 @@ class DiLoCo:
         Raises:
             NonFinite: if a weight is not finite. Nothing was sent, and the fragment is due again after the
                 next step.
-            ConfigError: without tokens, if these are the weight; or if the outer torch optimizer was changed.
+            ConfigError: without tokens, if these are the weight; or if the outer torch optimizer was changed,
+                or the inner one trains parameters that are not merged.
         """
         self._outer.check()
+        self._check_trained()
         fragment = self._schedule.next
         names = self._fragments[fragment]
         deltas = [self._start[name].to(self._params[name].device) - self._params[name] for name in names]
@@ -418,6 +420,21 @@ class DiLoCo:
         self._schedule.left()
         if self._pace is not None:
             self._pace.report(steps)
+
+    def _check_trained(self) -> None:
+        merged = set(self._params.values())
+        late = [
+            tuple(param.shape)
+            for group in self._inner.param_groups
+            for param in group["params"]
+            if param.requires_grad and param not in merged
+        ]
+        if late:
+            raise ConfigError(
+                f"the inner optimizer trains {len(late)} parameters that are not merged, the first of shape "
+                f"{late[0]}: they were frozen, or in no group, when this {type(self).__name__} was created, "
+                "and each worker would have values of its own. Create it when they are trained"
+            )
 
     @torch.no_grad()
     def _take(self, alpha: float | None = None) -> None:

@@ -27,8 +27,8 @@ from kvps.store.server_store import DistStore
 from kvps.torch.sync.agreement import check_plain
 from kvps.torch.sync.in_flight import BUCKET_BYTES, Buckets
 from kvps.torch.sync.parameter_hooks import ParameterHooks, second_gradient
-from kvps.torch.sync.parameter_sync import ParameterSync, check_groups
-from kvps.torch.sync.steps import Described
+from kvps.torch.sync.parameter_sync import ParameterSync
+from kvps.torch.sync.steps import Described, check_groups
 
 
 class RemoteOptimizer(ParameterSync):

@@ -262,26 +262,6 @@ def _pairs(params: object) -> list[Any]:
     return list(params) if is_list else [params]  # type: ignore[call-overload]
 
 
-def check_groups(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor]) -> None:
-    """Check that a torch optimizer is over ``params``, and over nothing else.
-
-    Raises:
-        ConfigError: naming what is missing.
-    """
-    theirs = {param for group in optimizer.param_groups for param in group["params"]}
-    for name, tensor in params.items():
-        if tensor.requires_grad and tensor not in theirs:
-            raise ConfigError(
-                f"parameter {name!r} is not in the optimizer's groups; add it there, or set "
-                "requires_grad_(False) on it"
-            )
-    foreign = len(theirs - set(params.values()))
-    if foreign:
-        raise ConfigError(
-            f"the optimizer has {foreign} parameters that are not in params; give both the same parameters"
-        )
-
-
 def store_of(
     kvstore: object, owner: str, options: Mapping[str, Any] | None = None, *, average: bool = False
 ) -> Store | None:

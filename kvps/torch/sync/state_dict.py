@@ -193,10 +193,14 @@ class WrappedOptimizer(Resumable, torch.optim.Optimizer):
         return getattr(self._inner, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the store would not know their keys."""
-        raise ConfigError(
-            "add_param_group() is not supported: create a DistributedOptimizer over all parameters"
-        )
+        """Add a group of parameters that were frozen, and in no group, when this was created.
+
+        Every worker adds the same. They were among ``named_parameters``, so the store knows their keys.
+
+        Raises:
+            ConfigError: at the next step, for other parameters.
+        """
+        self._inner.add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to be pickled or copied, as its store does.

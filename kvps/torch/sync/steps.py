@@ -187,6 +187,53 @@ def hook_once(optimizer: torch.optim.Optimizer) -> None:
         kind.step.hooked = True
 
 
+def check_groups(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor]) -> None:
+    """Check that a torch optimizer is over ``params``, and over nothing else.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    theirs = {param for group in optimizer.param_groups for param in group["params"]}
+    for name, tensor in params.items():
+        if tensor.requires_grad and tensor not in theirs:
+            raise ConfigError(
+                f"parameter {name!r} is not in the optimizer's groups; add it there, or set "
+                "requires_grad_(False) on it"
+            )
+    foreign = len(theirs - set(params.values()))
+    if foreign:
+        raise ConfigError(
+            f"the optimizer has {foreign} parameters that are not in params, and that other workers lack: "
+            "give both the same parameters; groups that are added later have parameters that were given"
+        )
+
+
+class KnownGroups:
+    """The groups of a torch optimizer, to which a script may add parameters that the front end knows.
+
+    Args:
+        optimizer: the script's.
+        params: name -> parameter, of those that the front end knows.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor]) -> None:
+        self._optimizer = optimizer
+        self._params = params
+        self._count = 0
+        """The number of parameters that were checked."""
+
+    def check(self) -> None:
+        """Check parameters that were added.
+
+        Raises:
+            ConfigError: as :func:`check_groups`.
+        """
+        count = sum([len(group["params"]) for group in self._optimizer.param_groups])
+        if count != self._count:
+            check_groups(self._optimizer, self._params)
+            self._count = count
+
+
 class OwnedSteps:
     """The steps of a torch optimizer that a front end makes; others are refused.
 
@@ -197,22 +244,31 @@ class OwnedSteps:
         owner: the front end. After its end, or once another front end owns the optimizer, nothing
             is refused for it.
         reason: why another step is wrong, and what to call.
+        params: name -> parameter, of those that the front end knows: a step with others is refused.
         may_evaluate: a step with a closure is the script's business: the closure may sum gradients.
 
     Example:
-        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> sgd = torch.optim.SGD([weight])
         >>> _ = sgd.register_step_post_hook(lambda *_: print("stepped"))
-        >>> OwnedSteps(sgd, sgd, "call trainer.step()").run(lambda: None)
+        >>> OwnedSteps(sgd, sgd, "call trainer.step()", {"weight": weight}).run(lambda: None)
         stepped
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, owner: object, reason: str, *, may_evaluate: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        owner: object,
+        reason: str,
+        params: Mapping[str, torch.Tensor],
+        *,
+        may_evaluate: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._may_evaluate = may_evaluate
         self._owner = weakref.ref(owner)
         self._reason = reason
+        self._groups = KnownGroups(optimizer, params)
         self._is_own = False
         self._may_pass = False
         hook_once(optimizer)
@@ -222,6 +278,7 @@ class OwnedSteps:
         self._handle = _GUARDS[optimizer] = optimizer.register_step_pre_hook(self._check)
 
     def __enter__(self) -> None:
+        self._groups.check()
         self._is_own = True
 
     def __exit__(self, *_: object) -> None:
@@ -281,6 +338,7 @@ class Described:
         self._optimizer = optimizer
         self._max_norm = max_norm
         self._key_of = {param: name for name, param in params.items()}
+        self._groups = KnownGroups(optimizer, params)
         self._seen: list[list[Any]] = []
         self._hyper: HyperParams | None = None
 
@@ -290,6 +348,7 @@ class Described:
         Raises:
             ConfigError: if servers cannot run the optimizer with these.
         """
+        self._groups.check()
         options = self._options()
         if self._hyper is None or options != self._seen:
             hyper = describe(self._optimizer, self._key_of)
