@@ -90,14 +90,10 @@ class Tables:
             groups.append(Group(dtype, dim, first, first + len(list(some))))
         self.groups = tuple(groups)
 
-    def batch(self, ids: Sequence[torch.Tensor], *, is_by_table: bool = False) -> TableBatch:
-        """Return the batch of some ids, int64 [k] on the CPU for each table; ids may be repeated.
-
-        With ``is_by_table``, the rows of a table are neighbours, in the order of its ids.
-        """
+    def batch(self, ids: Sequence[torch.Tensor]) -> TableBatch:
+        """Return the batch of some ids, int64 [k] on the CPU for each table; ids may be repeated."""
         servers, stops = self.store.session.info.servers, [group.stop for group in self.groups]
-        given = [some.numpy() for some in ids]
-        return TableBatch(self, SplitIds(given, servers, stops, is_by_table=is_by_table))
+        return TableBatch(self, SplitIds([some.numpy() for some in ids], servers, stops))
 
 
 class TableBatch:

@@ -46,7 +46,7 @@ class RowsAhead:
 
     def ask(self, ids: Sequence[torch.Tensor]) -> None:
         """Ask for the rows of ids, int64 [k] for each table."""
-        batch = self._tables.batch(ids, is_by_table=True)
+        batch = self._tables.batch(ids)
         changes = [table.changes for table in self._tables.all]
         self._asked.append(_Asked(torch.cat([*ids]), batch, batch.ask(), changes))
 
@@ -93,7 +93,7 @@ class RowsAhead:
                     found.append(where[same] + edges[at] - edges[group.first])
                 places.append(torch.from_numpy(np.concatenate(found)))
             if any(len(some) for some in ids):
-                asked.again.append((places, self._tables.batch(ids, is_by_table=True).ask()))
+                asked.again.append((places, self._tables.batch(ids).ask()))
 
     def forget(self) -> None:
         """Forget all that was asked for: the servers have returned to a checkpoint."""

@@ -68,7 +68,7 @@ class RowExchange:
     def _pull(self, ids: Sequence[torch.Tensor]) -> tuple[TableBatch, list[torch.Tensor]]:
         found = self._ahead.take(ids)
         if found is None:
-            batch = self.tables.batch(ids, is_by_table=True)
+            batch = self.tables.batch(ids)
             found = batch, batch.pull()
         return found
 

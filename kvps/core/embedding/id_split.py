@@ -1,9 +1,8 @@
 """The ids of one call: each once for its table, in order, and cut by server, in few passes over them.
 
 A pull wants the row of each id once, and a push one sum for each. So both sort the ids, those of all tables
-at once. Tables with rows of one type and width are a *group*, whose rows are one tensor. In it the rows of a
-server lie side by side, so that neither call moves a row once more to cut by server; or the rows of a table
-do, where the caller needs them so.
+at once. Tables with rows of one type and width are a *group*, whose rows are one tensor: those of each table,
+in the order of its ids. A server's share says where its rows lie in that.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class SplitIds:
         given: for each table its ids; they may be repeated.
         servers: how many share the rows.
         stops: for each group, the index behind its last table; None for one group.
-        is_by_table: the rows of a table are neighbours, in the order of its ids; else those of a server are.
 
     Example:
         >>> split = SplitIds([np.array([7, 3, 7]), np.array([5])], servers=1)
@@ -55,26 +53,16 @@ class SplitIds:
         [[2.0], [5.0], [8.0]]
     """
 
-    def __init__(
-        self,
-        given: Sequence[Ids],
-        servers: int,
-        stops: Sequence[int] | None = None,
-        *,
-        is_by_table: bool = False,
-    ) -> None:
+    def __init__(self, given: Sequence[Ids], servers: int, stops: Sequence[int] | None = None) -> None:
         self._sizes = [len(some) for some in given]
         self._begins = [0, *accumulate(self._sizes)]
         self._stops = (0, len(given)) if stops is None else (0, *stops)
-        self._is_by_table = is_by_table
         ids = given[0] if len(given) == 1 else np.concatenate(given)
         self._order, inorder, self._starts = runs(ids, self._begins)
         self.ids = inorder.take(self._starts)
         """The distinct ids of all tables, one table after the other."""
         self.edges: tuple[int, ...] = tuple(self._starts.searchsorted(self._begins).tolist())
         """Where the ids of each table begin, and how many ids there are."""
-        self._moved: list[list[Places]] = [[] for _ in self._stops[1:]]
-        """For each group, the indices of the ids of each server; empty for one server."""
         if servers == 1:
             places = tuple([range(high - low) for low, high in self._ranges])
             self.shares: tuple[Share, ...] = (Share(self.ids, self.edges, places),)
@@ -94,20 +82,12 @@ class SplitIds:
         ordered = self.ids.take(moved)
         cuts = [0, *np.bincount(owners, minlength=servers).cumsum().tolist()]
         shares = []
-        offsets = [0] * len(self._moved)
         for low, high in pairwise(cuts):
             mine = moved[low:high]
             edges: list[int] = mine.searchsorted(self.edges).tolist()
-            places: list[range | Places] = []
-            for group, (first, stop) in enumerate(pairwise(self._stops)):
-                some = mine[edges[first] : edges[stop]]
-                self._moved[group].append(some)
-                if self._is_by_table:
-                    places.append(some - self.edges[first])
-                else:
-                    begin = offsets[group]
-                    offsets[group] += len(some)
-                    places.append(range(begin, begin + len(some)))
+            places = [
+                mine[edges[first] : edges[stop]] - self.edges[first] for first, stop in pairwise(self._stops)
+            ]
             shares.append(Share(ordered[low:high], tuple(edges), tuple(places)))
         return tuple(shares)
 
@@ -118,12 +98,9 @@ class SplitIds:
 
     @cached_property
     def _places(self) -> torch.Tensor:
-        numbers = np.empty_like(self.ids)
-        for (low, high), moved in zip(self._ranges, self._moved, strict=True):
-            is_moved = moved and not self._is_by_table
-            numbers[np.concatenate(moved) if is_moved else slice(low, high)] = np.arange(high - low)
+        numbers = np.concatenate([np.arange(high - low) for low, high in self._ranges])
         places = np.empty_like(self._order)
-        places[self._order] = numbers.repeat(self._counts)
+        places[self._order] = numbers.repeat(np.append(self._starts[1:], len(self._order)) - self._starts)
         return torch.from_numpy(places)
 
     def places_of(self, group: int) -> torch.Tensor:
@@ -131,7 +108,7 @@ class SplitIds:
         return self._places[self._begins[self._stops[group]] : self._begins[self._stops[group + 1]]]
 
     def summed(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return for each group the sum of the rows of each distinct id, in the order of its rows.
+        """Return for each group the sum of the rows of each distinct id, in the order of its ids.
 
         They are added to 0 in the order of the call, as :meth:`torch.Tensor.index_add_` does it, to the bit.
 
@@ -153,35 +130,13 @@ class SplitIds:
             sources: which of them are those of the first distinct id, in the order in which they are added,
                 then those of the second, and so on. None if there is one for each given id.
         """
-        order, starts = self._sources(group)
-        order = order if sources is None else sources
-        if not len(order):
-            return given[:0]
-        return torch.nn.functional.embedding_bag(order, given, starts, mode="sum")
-
-    def _sources(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where the given rows of the first row of a group are, those of the second, and so on; and
-        where each begins in that."""
         low, high = self._ranges[group]
         begin, end = (self._begins[self._stops[at]] for at in (group, group + 1))
-        order, starts = self._order[begin:end] - begin, self._starts[low:high] - begin
-        if self._moved[group] and not self._is_by_table:
-            moved = np.concatenate(self._moved[group]) - low
-            counts = self._counts[low:high].take(moved)
-            begins = counts.cumsum() - counts
-            sources = (starts.take(moved) - begins).repeat(counts)
-            sources += np.arange(len(order))
-            order, starts = order.take(sources), begins
-        return torch.from_numpy(order), torch.from_numpy(starts)
-
-    @cached_property
-    def _counts(self) -> Places:
-        """How often each distinct id is given."""
-        counts = np.empty_like(self._starts)
-        counts[:-1] = self._starts[1:]
-        counts[-1:] = len(self._order)
-        counts -= self._starts
-        return counts
+        order = torch.from_numpy(self._order[begin:end] - begin) if sources is None else sources
+        if not len(order):
+            return given[:0]
+        starts = torch.from_numpy(self._starts[low:high] - begin)
+        return torch.nn.functional.embedding_bag(order, given, starts, mode="sum")
 
 
 def runs(ids: Ids, begins: Sequence[int]) -> tuple[Places, Ids, Places]:

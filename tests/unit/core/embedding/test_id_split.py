@@ -34,20 +34,13 @@ def given_ids(request: pytest.FixtureRequest) -> list[Ids]:
     return [*CASES.values(), NARROW]
 
 
-@pytest.fixture(params=[True, False], ids=["by table", "by server"])
-def is_by_table(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 def stops_of(given: list[Ids]) -> tuple[int, ...]:
     return (len(given),) if len(given) < 4 else (2, 3, len(given))
 
 
 @pytest.mark.parametrize("servers", [1, 3])
-def test_each_server_has_the_ids_of_each_table_once_and_in_order(
-    given_ids: list[Ids], servers: int, is_by_table: bool
-) -> None:
-    split = SplitIds(given_ids, servers, is_by_table=is_by_table)
+def test_each_server_has_the_ids_of_each_table_once_and_in_order(given_ids: list[Ids], servers: int) -> None:
+    split = SplitIds(given_ids, servers)
     assert len(split.shares) == servers
     for server, share in enumerate(split.shares):
         assert share.edges[0] == 0
@@ -60,9 +53,9 @@ def test_each_server_has_the_ids_of_each_table_once_and_in_order(
 
 
 @pytest.mark.parametrize("servers", [1, 3])
-def test_a_pull_finds_the_row_of_each_id(given_ids: list[Ids], servers: int, is_by_table: bool) -> None:
+def test_a_pull_finds_the_row_of_each_id(given_ids: list[Ids], servers: int) -> None:
     stops = stops_of(given_ids)
-    split = SplitIds(given_ids, servers, stops, is_by_table=is_by_table)
+    split = SplitIds(given_ids, servers, stops)
     first = 0
     for group, stop in enumerate(stops):
         rows = np.full(split.edges[stop] - split.edges[first], -1)
@@ -76,14 +69,14 @@ def test_a_pull_finds_the_row_of_each_id(given_ids: list[Ids], servers: int, is_
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_rows_of_an_id_are_summed_in_the_order_of_the_call(
-    given_ids: list[Ids], servers: int, dtype: torch.dtype, is_by_table: bool
+    given_ids: list[Ids], servers: int, dtype: torch.dtype
 ) -> None:
     generator, stops = np.random.default_rng(7), stops_of(given_ids)
     rows = [
         torch.from_numpy(generator.normal(size=(len(some), 5)) * 10.0 ** np.arange(-3, 7, 2)).to(dtype)
         for some in given_ids
     ]
-    split = SplitIds(given_ids, servers, stops, is_by_table=is_by_table)
+    split = SplitIds(given_ids, servers, stops)
     first = 0
     for total, stop in zip(split.summed(rows), stops, strict=True):
         expected = torch.zeros(split.edges[stop] - split.edges[first], 5, dtype=dtype)

@@ -59,10 +59,8 @@ def pushing(ids: np.ndarray = IDS, servers: int = 2) -> calls.PushTableRows:  # 
     return calls.PushTableRows("kv", (KEY,), True, GROUPS, shares, (torch.ones(len(ids), 2),))
 
 
-def pulling(  # type: ignore[type-arg]
-    ids: np.ndarray = IDS, servers: int = 2, *, is_by_table: bool = True
-) -> calls.PullTableRows:
-    return calls.PullTableRows("kv", (KEY,), GROUPS, SplitIds([ids], servers, is_by_table=is_by_table).shares)
+def pulling(ids: np.ndarray = IDS, servers: int = 2) -> calls.PullTableRows:  # type: ignore[type-arg]
+    return calls.PullTableRows("kv", (KEY,), GROUPS, SplitIds([ids], servers).shares)
 
 
 @pytest.mark.spec("R188")
@@ -118,10 +116,9 @@ def test_so_many_pushes_are_under_way_and_no_more() -> None:
     assert worker.is_done(ticket)
 
 
-@pytest.mark.parametrize("is_by_table", [True, False])
-def test_rows_come_in_the_order_of_their_ids_or_by_server(is_by_table: bool) -> None:
+def test_rows_come_in_the_order_of_their_ids() -> None:
     worker = bench()
-    ticket = worker.call(pulling(is_by_table=is_by_table))
+    ticket = worker.call(pulling())
     for send in worker.sends(PullTables):
         server, seq = server_of(send), send.packet.envelope.seq
         assert server is not None
@@ -131,8 +128,7 @@ def test_rows_come_in_the_order_of_their_ids_or_by_server(is_by_table: bool) -> 
     end = worker.finish(ticket)
     assert end is not None
     assert isinstance(end.value, list)
-    order = IDS if is_by_table else [*IDS[servers_of(IDS, 2) == 0], *IDS[servers_of(IDS, 2) == 1]]
-    assert end.value[0].tolist() == [[float(row), -float(row)] for row in order]
+    assert end.value[0].tolist() == [[float(row), -float(row)] for row in IDS]
     key = worker.core.stores["kv"].keys[KEY]
     assert (key.applied, key.version) == (4, 4)
 
