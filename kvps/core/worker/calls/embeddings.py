@@ -8,7 +8,6 @@ ones are several, each of some of the tables.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -97,26 +96,19 @@ def blocks(share: Share, groups: tuple[Group, ...], limit: int, *, is_whole: boo
     if size <= limit and tables <= TABLES_MAX and len(groups) <= GROUPS_MAX:
         yield Block(0, tables, 0, edges[-1])
         return
-    widths = [group.row_bytes for group in groups for _ in range(group.first, group.stop)]
-    stops = [group.stop for group in groups]
-    first = begin = 0
-    while first < tables:
-        room, at, end = limit, first, begin
-        last = stops[min(bisect_right(stops, first) + GROUPS_MAX, len(stops)) - 1]
-        while at < min(last, first + TABLES_MAX):
-            fits = room // widths[at]
-            if edges[at + 1] - end > fits:
-                if at == first:  # at least something
-                    end = edges[at + 1] if is_whole else end + max(1, fits)
-                elif not is_whole:
-                    end += fits
-                break
-            room -= widths[at] * (edges[at + 1] - end)
-            at, end = at + 1, edges[at + 1]
-        is_cut = at < tables and edges[at] < end < edges[at + 1]
-        at += at < tables and at == first and end == edges[at + 1]
-        yield Block(first, at + is_cut, begin, end)
-        first, begin = at, end
+    first = stop = start = size = first_group = 0
+    for index, group in enumerate(groups):
+        for table in range(group.first, group.stop):
+            low, high = edges[table : table + 2]
+            step = max(1, high - low if is_whole else limit // group.row_bytes)
+            for begin in range(low, max(high, low + 1), step):
+                cost = group.row_bytes * (min(begin + step, high) - begin)
+                is_full = table - first == TABLES_MAX or index - first_group == GROUPS_MAX
+                if first < stop and (is_full or size + cost > limit):
+                    yield Block(first, stop, start, begin)
+                    first, start, size, first_group = table, begin, 0, index
+                stop, size = table + 1, size + cost
+    yield Block(first, stop, start, edges[-1])
 
 
 def _named(
