@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+import torch
+
 from kvps.core.placement import lies_by_rows
 from kvps.core.row_ranges import RowRanges
 from kvps.core.worker.connection import Request
@@ -20,7 +22,7 @@ from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Packet
-from kvps.protocol.values import Changed, Dropped, PulledRows
+from kvps.protocol.values import Changed, Dropped, PullChanged, PulledRows, PullRows
 
 
 class Range(NamedTuple):
@@ -60,9 +62,20 @@ class ServerPart(abc.ABC):
     is_unwanted: bool = field(default=False, init=False)
     """The caller stopped waiting, and the rows are not taken in."""
 
+    @property
+    def payload(self) -> tuple[torch.Tensor, ...]:
+        """The numbers of the rows, if a request says them."""
+        return ()
+
     @abc.abstractmethod
+    def message(self, store: str, after: int, least: int) -> PullRows | PullChanged:
+        """Return the message that asks for these rows."""
+
     def ask(self, store: str, after: int, least: int, priority: int) -> Request:
         """Return the request for these rows."""
+        message = self.message(store, after, least)
+        server, _, lane = self.range
+        return Request(server, message, payload=self.payload, priority=priority, lane=lane, on_reply=self)
 
     @abc.abstractmethod
     def take(self, answer: PulledRows | Changed, payload: Sequence[memoryview]) -> None:

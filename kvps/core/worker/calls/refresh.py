@@ -19,7 +19,6 @@ import torch
 
 from kvps.core.worker import consistent_read
 from kvps.core.worker.calls.base import Operation, ReadCall, Values, frozen, numbered
-from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step, settle_reads
 from kvps.core.worker.plan import ANY, CopyVersion, Key, PieceLocation, Priority, of_key
 from kvps.core.worker.row_reads import RowRead, ServerPart, ranges
@@ -55,15 +54,9 @@ class ChangedRows(ServerPart):
     since: int
     patch: Patch | None = field(default=None, init=False)
 
-    def ask(self, store: str, after: int, least: int, priority: int) -> Request:
-        """Return the request for them."""
-        return Request(
-            self.range.server,
-            PullChanged(store, self.key.name, after, least, self.since),
-            priority=priority,
-            lane=self.range.lane,
-            on_reply=self,
-        )
+    def message(self, store: str, after: int, least: int) -> PullChanged:
+        """Return the message that asks for them."""
+        return PullChanged(store, self.key.name, after, least, self.since)
 
     def take(self, answer: PulledRows | Changed, payload: Sequence[memoryview]) -> None:
         """Keep the rows; they replace those of an earlier answer."""

@@ -184,17 +184,15 @@ class NamedRows(ServerPart):
     places: torch.Tensor
     """Index of each row there."""
 
-    def ask(self, store: str, after: int, least: int, priority: int) -> Request:
-        """Return the request for these rows."""
+    @property
+    def payload(self) -> tuple[torch.Tensor, ...]:
+        """Their numbers."""
+        return (self.ids,)
+
+    def message(self, store: str, after: int, least: int) -> p.PullRows:
+        """Return the message that asks for these rows."""
         _demand_room(self.key, len(self.ids))
-        return Request(
-            self.range.server,
-            p.PullRows(store, self.key.name, after, least, len(self.ids)),
-            payload=(self.ids,),
-            priority=priority,
-            lane=self.range.lane,
-            on_reply=self,
-        )
+        return p.PullRows(store, self.key.name, after, least, len(self.ids))
 
     def take(self, answer: p.PulledRows | p.Changed, payload: Sequence[memoryview]) -> None:
         """Copy the rows to the result."""
