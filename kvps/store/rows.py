@@ -105,24 +105,16 @@ def table_of(name: str, spec: Spec | None) -> Spec:
     """Return what key ``name`` is.
 
     Raises:
-        Mismatch: if it has no rows.
+        Mismatch: if it has no rows, or its rows have no elements: a server holds none of these.
     """
     if spec is None or not _is_table(spec):
         raise Mismatch(
-            f"key {name!r} is {spec}, and only keys of two or more dimensions have rows; pull it as a whole"
+            f"key {name!r} is {spec}, and only keys of two or more dimensions have rows; push and pull it as "
+            "a whole"
         )
-    _demand_elements(name, spec)
-    return spec
-
-
-def _demand_elements(name: str, spec: Spec) -> None:
-    """Refuse rows of no elements, of which a server holds none.
-
-    Raises:
-        Mismatch: for a table of such rows.
-    """
     if 0 in spec.shape[1:]:
         raise Mismatch(f"key {name!r} is {spec}, and its rows have no elements; push and pull it as a whole")
+    return spec
 
 
 def rows_of(name: str, spec: Spec, value: object) -> Rows:
@@ -138,11 +130,7 @@ def rows_of(name: str, spec: Spec, value: object) -> Rows:
     Raises:
         Mismatch: if they are not rows of such a key.
     """
-    if not _is_table(spec):
-        raise Mismatch(
-            f"key {name!r} is {spec}, and only keys of two or more dimensions have rows; push a dense value"
-        )
-    _demand_elements(name, spec)
+    table_of(name, spec)
     given = value if isinstance(value, list) or not _is_single(value, spec) else [value]
     assert isinstance(given, list | tuple)
     each = [_ids_and_rows(name, spec, value) for value in given]
@@ -194,7 +182,7 @@ def _of_coo(name: str, spec: Spec, value: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def ids_of(name: str, spec: Spec | None, given: object) -> torch.Tensor:
-    """Return numbers of rows, int64, in their shape and where they are.
+    """Return numbers of rows, int64, in their shape.
 
     Raises:
         Mismatch: unless they are whole numbers and each is that of a row of the key.
