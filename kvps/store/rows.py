@@ -47,12 +47,9 @@ def are_rows(value: object, spec: Spec | None) -> bool:
     """Whether ``value``, or each of a list of values, one per device, is some rows of a table."""
     if isinstance(value, torch.Tensor):
         return value.layout is torch.sparse_coo
-    if isinstance(value, list | tuple):
-        is_pair = isinstance(value, tuple) and len(value) == 2 and _is_table(spec)
-        if is_pair and _dims(value[0]) == 1:
-            return True
-        return len(value) > 0 and all(are_rows(element, spec) for element in value)
-    return False
+    if _is_pair(value) and _is_table(spec):
+        return True
+    return isinstance(value, list | tuple) and len(value) > 0 and all(are_rows(each, spec) for each in value)
 
 
 def have_rows(names: tuple[str, ...], values: object, specs: Mapping[str, Spec]) -> bool:
@@ -131,7 +128,7 @@ def rows_of(name: str, spec: Spec, value: object) -> Rows:
         Mismatch: if they are not rows of such a key.
     """
     table_of(name, spec)
-    given = value if isinstance(value, list) or not _is_single(value, spec) else [value]
+    given = [value] if isinstance(value, torch.Tensor) or _is_pair(value) else value
     assert isinstance(given, list | tuple)
     each = [_ids_and_rows(name, spec, value) for value in given]
     ids, rows = each[0]
@@ -142,11 +139,9 @@ def rows_of(name: str, spec: Spec, value: object) -> Rows:
     return Rows(unique, places, summed.cpu())
 
 
-def _is_single(value: object, spec: Spec) -> bool:
-    """Whether ``value`` is one value, and not one per device."""
-    return isinstance(value, torch.Tensor) or (
-        isinstance(value, tuple) and len(value) == 2 and _dims(value[0]) == 1
-    )
+def _is_pair(value: object) -> bool:
+    """Whether ``value`` is numbers of rows and these rows, and not a value per device."""
+    return isinstance(value, tuple) and len(value) == 2 and _dims(value[0]) == 1
 
 
 def _ids_and_rows(name: str, spec: Spec, value: object) -> tuple[torch.Tensor, torch.Tensor]:

@@ -379,7 +379,7 @@ def read_rows(
         return p.Changed(seq, False, dtype, width, 0, *stand), ()
     rows = _rows(store, chunks, target, ids, rank)
     changed = p.Changed(seq, True, dtype, width, len(ids), *stand)
-    return changed, (target.numbers(ids), *rows) if rows else ()
+    return changed, (target.ranges.numbers(ids), *rows) if rows else ()
 
 
 def _rows(

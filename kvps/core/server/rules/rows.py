@@ -79,10 +79,6 @@ class KeyRows:
             raise ProtocolError(f"key {self.shard.key!r}: row numbers must ascend, without duplicates")
         return self.ranges.local(ids)
 
-    def numbers(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the numbers in the key of rows that are counted from the first row here."""
-        return self.ranges.numbers(ids)
-
     def gradient(self, message: PushRows, payload: Sequence[memoryview]) -> RowGradient:
         """Return the pushed rows, numbered from the first that this server holds.
 
@@ -100,11 +96,9 @@ class KeyRows:
                 f"has rows of {message.width}"
             )
         ids = self.ids(payload)
-        frames = [from_frame(frame, BY_ID[message.dtype].name) for frame in payload[1:]]
-        if len(frames) == 1:
-            rows = frames[0]
-        else:
-            rows = torch.cat([torch.empty(0, dtype=TORCH[BY_ID[message.dtype].name]), *frames])
+        dtype = BY_ID[message.dtype].name
+        frames = [from_frame(frame, dtype) for frame in payload[1:]] or [torch.empty(0, dtype=TORCH[dtype])]
+        rows = frames[0] if len(frames) == 1 else torch.cat(frames)
         return RowGradient(ids, rows.view(-1, self.width), self.ranges.count)
 
     @property

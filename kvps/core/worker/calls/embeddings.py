@@ -37,7 +37,7 @@ from kvps.core.worker.calls.base import (
     settle,
 )
 from kvps.core.worker.connection import Request
-from kvps.core.worker.plan import PieceLocation
+from kvps.core.worker.plan import Key, PieceLocation
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import KvpsError, Mismatch, ProtocolError
@@ -111,26 +111,48 @@ def blocks(share: Share, groups: tuple[Group, ...], limit: int, *, is_whole: boo
     yield Block(first, stop, start, edges[-1])
 
 
-def _named(
-    share: Share, block: Block, groups: tuple[Group, ...], chunks: list[int], numbers: list[int]
-) -> tuple[tuple[p.TablePart, ...], tuple[p.TableGroup, ...], list[tuple[int, int, int]]]:
-    """Return what a message says of a block.
+class Draft(NamedTuple):
+    """The contents of one message to a server about some tables."""
 
-    Returns:
-        Its parts, their groups, and for each group its index, and where its ids begin and end in the share.
-    """
-    first, stop, begin, end = block
-    cuts = [begin, *share.edges[first + 1 : stop], end]
-    sizes = [high - low for low, high in pairwise(cuts)]
-    fields = zip(chunks[first:stop], numbers[first:stop], sizes, strict=True)
-    parts = tuple(map(_part, fields))
-    named, ranges = [], []
-    for index, group in enumerate(groups):
-        low, high = max(group.first, first), min(group.stop, stop)
-        if low < high:
-            named.append(p.TableGroup(BY_NAME[group.dtype].id, group.dim, high - low))
-            ranges.append((index, cuts[low - first], cuts[high - first]))
-    return parts, tuple(named), ranges
+    server: int
+    share: Share
+    block: Block
+    parts: tuple[p.TablePart, ...]
+    named: tuple[p.TableGroup, ...]
+    """The groups of the parts."""
+    ranges: list[tuple[int, int, int]]
+    """For each of these, its index, and where its ids begin and end in the share."""
+
+    @property
+    def ids(self) -> Ids:
+        """The ids of all parts."""
+        return self.share.ids[self.block.begin : self.block.end]
+
+
+def _drafts(
+    shares: Sequence[Share],
+    groups: tuple[Group, ...],
+    keys: Sequence[Key],
+    numbers: Sequence[int],
+    limit: int,
+    *,
+    is_whole: bool,
+) -> Iterator[Draft]:
+    """Yield the contents of the messages; see :func:`blocks`."""
+    for server, share in enumerate(shares):
+        chunks = [key.pieces[server].chunk for key in keys]
+        for block in blocks(share, groups, limit, is_whole=is_whole):
+            first, stop, begin, end = block
+            cuts = [begin, *share.edges[first + 1 : stop], end]
+            sizes = [high - low for low, high in pairwise(cuts)]
+            parts = tuple(map(_part, zip(chunks[first:stop], numbers[first:stop], sizes, strict=True)))
+            named, ranges = [], []
+            for index, group in enumerate(groups):
+                low, high = max(group.first, first), min(group.stop, stop)
+                if low < high:
+                    named.append(p.TableGroup(BY_NAME[group.dtype].id, group.dim, high - low))
+                    ranges.append((index, cuts[low - first], cuts[high - first]))
+            yield Draft(server, share, block, parts, tuple(named), ranges)
 
 
 @frozen
@@ -187,40 +209,25 @@ class PushTableRows(PushCall):
     def run(self, store: WorkerStore, values: Values) -> Operation:
         demand_numbered_rounds(store)
         plan, numbers, _ = yield from number_push(store, self.keys)
-        requests: list[Request] = []
-        for server, share in enumerate(self.shares):
-            chunks = [key.pieces[server].chunk for key in plan.keys]
-            requests += [
-                self._push(store, server, share, block, chunks, numbers)
-                for block in blocks(share, self.groups, PUSH_BYTES_MAX, is_whole=True)
-            ]
+        drafts = _drafts(self.shares, self.groups, plan.keys, numbers, PUSH_BYTES_MAX, is_whole=True)
         try:
-            yield requests
+            yield [self._push(store, draft) for draft in drafts]
         except KvpsError:
             plan.refuse()
             raise
         return None
 
-    def _push(
-        self,
-        store: WorkerStore,
-        server: int,
-        share: Share,
-        block: Block,
-        chunks: list[int],
-        numbers: list[int],
-    ) -> Request:
-        parts, named, ranges = _named(share, block, self.groups, chunks, numbers)
+    def _push(self, store: WorkerStore, draft: Draft) -> Request:
         pieces = [
-            (self.rows[index], _places(share, self.groups, index, begin, end), end - begin)
-            for index, begin, end in ranges
+            (self.rows[index], _places(draft.share, self.groups, index, begin, end), end - begin)
+            for index, begin, end in draft.ranges
             if begin < end
         ]
-        message = p.PushTables((store.rank,), named, parts)
+        message = p.PushTables((store.rank,), draft.named, draft.parts)
         # An empty push counts, too: over 0, it is never dropped.
         size = max(1, sum(message.payload_sizes()))
-        fill = partial(_fill, store.memory, share.ids[block.begin : block.end], pieces)
-        return Request(server, message, fill=fill, payload_bytes=size, lane=message.chunk)
+        fill = partial(_fill, store.memory, draft.ids, pieces)
+        return Request(draft.server, message, fill=fill, payload_bytes=size, lane=message.chunk)
 
 
 def _places(share: Share, groups: tuple[Group, ...], index: int, begin: int, end: int) -> Places:
@@ -255,12 +262,11 @@ def check_size(names: Sequence[str], groups: tuple[Group, ...], share: Share, se
     Raises:
         Mismatch: if one does not.
     """
-    for dtype, dim, first, stop in groups:
-        width = dim * BY_NAME[dtype].itemsize
-        for at, (begin, end) in enumerate(pairwise(share.edges[first : stop + 1]), first):
-            if (end - begin) * width > PUSH_BYTES_MAX:
+    for group in groups:
+        for at, (begin, end) in enumerate(pairwise(share.edges[group.first : group.stop + 1]), group.first):
+            if (size := (end - begin) * group.row_bytes) > PUSH_BYTES_MAX:
                 raise Mismatch(
-                    f"table {names[at]!r}: {(end - begin) * width} bytes of a push are for server {server}, "
+                    f"table {names[at]!r}: {size} bytes of a push are for server {server}, "
                     f"and one push has {PUSH_BYTES_MAX} at most for each; push half as many rows at once"
                 )
 
@@ -290,14 +296,8 @@ class PullTableRows(ReadCall):
             rows.append(torch.empty((size, group.dim), dtype=TORCH[group.dtype]))
         sinks = [by_row(some) for some in rows]
         stands: list[list[p.TableStand]] = [[] for _ in numbers]
-        requests: list[Request] = []
-        for server, share in enumerate(self.shares):
-            chunks = [key.pieces[server].chunk for key in plan.keys]
-            requests += [
-                self._pull(server, share, block, sinks, chunks, numbers, stands)
-                for block in blocks(share, self.groups, PULL_BYTES, is_whole=False)
-            ]
-        yield requests
+        drafts = _drafts(self.shares, self.groups, plan.keys, numbers, PULL_BYTES, is_whole=False)
+        yield [self._pull(draft, sinks, stands) for draft in drafts]
         for key, found in zip(plan.keys, stands, strict=True):
             counted = [stand.version if store.ordered else stand.owed for stand in found]
             key.applied = max(key.applied, min(counted))
@@ -305,16 +305,9 @@ class PullTableRows(ReadCall):
         return rows
 
     def _pull(
-        self,
-        server: int,
-        share: Share,
-        block: Block,
-        sinks: list[npt.NDArray[np.void]],
-        chunks: list[int],
-        numbers: list[int],
-        stands: list[list[p.TableStand]],
+        self, draft: Draft, sinks: list[npt.NDArray[np.void]], stands: list[list[p.TableStand]]
     ) -> Request:
-        parts, named, ranges = _named(share, block, self.groups, chunks, numbers)
+        server, share, block, parts, named, ranges = draft
         counts = tuple([end - begin for _, begin, end in ranges])
         if self.packed:
             kind = BY_NAME["uint8"].id
@@ -342,8 +335,7 @@ class PullTableRows(ReadCall):
                     values = np.frombuffer(frame, sinks[index].dtype)
                 sinks[index][_places(share, self.groups, index, begin, end)] = values
 
-        ids = share.ids[block.begin : block.end]
-        payload = (torch.from_numpy(ids),) if len(ids) else ()
+        payload = (torch.from_numpy(draft.ids),) if len(draft.ids) else ()
         return Request(
             server, p.PullTables(parts, self.packed), lane=parts[0].chunk, on_reply=take, payload=payload
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -99,7 +99,7 @@ class Refresh(ReadCall):
         fresh = {index: _fresh(copy, pieces[index]) for index, copy in enumerate(copies) if _is_known(copy)}
         unknown = [index for index in range(len(copies)) if index not in fresh]
         if unknown:
-            wholes, versions = yield from _read_whole(
+            wholes, versions = yield from read_whole(
                 store, [copies[index] for index in unknown], [self.sinks[index] for index in unknown]
             )
             for index, whole in zip(unknown, wholes, strict=True):
@@ -130,8 +130,8 @@ def _fresh(copy: RowRead[ChangedRows], pieces: tuple[PieceLocation, ...]) -> Fre
     return Fresh(mark, tuple([part.patch for part in copy.parts if part.patch is not None]))
 
 
-def _read_whole(
-    store: WorkerStore, copies: Sequence[RowRead[ChangedRows]], sinks: Sequence[torch.Tensor | None]
+def read_whole(
+    store: WorkerStore, copies: Sequence[RowRead[Any]], sinks: Sequence[torch.Tensor | None]
 ) -> Generator[Step, list[Packet], tuple[list[torch.Tensor], dict[str, int]]]:
     """Read keys as they are; return their values, and the versions of those that are at one."""
     wholes = [

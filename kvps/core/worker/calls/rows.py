@@ -11,7 +11,7 @@ and pulled as a whole, as if the caller had made it dense.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,6 @@ import torch
 
 from kvps import protocol as p
 from kvps.core.row_gradients import add_rows
-from kvps.core.worker import consistent_read
 from kvps.core.worker.calls.base import (
     Operation,
     PushCall,
@@ -31,14 +30,14 @@ from kvps.core.worker.calls.base import (
     numbered,
 )
 from kvps.core.worker.calls.beginning import push_no_rows
+from kvps.core.worker.calls.refresh import read_whole
 from kvps.core.worker.connection import Request
-from kvps.core.worker.consistent_read import Step, settle_reads
-from kvps.core.worker.plan import ANY, Key, Priority, make, of_key
+from kvps.core.worker.consistent_read import settle_reads
+from kvps.core.worker.plan import Key, Priority, make, of_key
 from kvps.core.worker.row_reads import Range, RowRead, ServerPart, ranges
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError, KvpsError, ProtocolError
-from kvps.protocol.envelope import Packet
 from kvps.tensors import TORCH, Memory, from_frame
 
 
@@ -231,7 +230,9 @@ class PullKeyRows(ReadCall):
             if read.parts:
                 reads.append(read)
             elif len(ids):
-                yield from _read_whole(store, read, ids, self.places[index], out)
+                (dense,), _ = yield from read_whole(store, [read], [None])
+                whole = dense.view(-1, key.spec.width)
+                out.index_copy_(0, self.places[index], whole.index_select(0, ids))
         yield [request for read in reads for request in read.asked(store)]
         yield from settle_reads(store, reads)
         return results
@@ -244,13 +245,3 @@ def _read_of(key: Key, call: PullKeyRows, index: int, out: torch.Tensor) -> RowR
         if len(own):
             read.parts.append(NamedRows(key, rows, own, out, places[some]))
     return read
-
-
-def _read_whole(
-    store: WorkerStore, read: RowRead[NamedRows], ids: torch.Tensor, places: torch.Tensor, out: torch.Tensor
-) -> Generator[Step, list[Packet], None]:
-    """Read all of a key, and copy the rows ``ids`` of it to ``out``."""
-    dense = torch.empty(read.key.spec.shape, dtype=out.dtype)
-    plan = store.plan((read.key.name,))
-    yield from consistent_read.read(store, plan, [dense], (read.after,), ANY, read.priority)
-    out.index_copy_(0, places, dense.view(-1, read.key.spec.width).index_select(0, ids))
