@@ -13,21 +13,32 @@ A stamp of 0 marks a free slot: readers of the file skip that row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
 from kvps.checkpoint import validation
 from kvps.checkpoint.safetensors_writer import Column
-from kvps.core.embedding.id_hash import Initializer
 from kvps.core.embedding.spec import DEPTH, WEIGHT, EmbeddingSpec, columns_of
 from kvps.core.embedding.stored import StoredRows
-from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.server.snapshot.model import RowsSnapshot, SpanHistory, TableSnapshot
 from kvps.tensors import NAMES
 
 Cut = Callable[[str, Sequence[int]], Sequence[torch.Tensor]]
 """Function that returns a column of the file in pieces of these sizes."""
 
+_TERMS: dict[str, Callable[[str, object], Any]] = {
+    **dict.fromkeys(
+        ("dim", "dtype", "init", "scale", "seed", "admit", "max_age", "max_rows"), validation.natural
+    ),
+    **dict.fromkeys(("dtype", "init"), validation.text),
+    "optimizer": partial(validation.text, least=1),
+    "numbers": lambda _, numbers: numbers,
+    **dict.fromkeys(("scale", "chance", "max_idle_s"), validation.finite),
+    "half_life": validation.natural,
+}
+"""Checks of the terms of a recipe, in order."""
 _ENTRIES = ("key", "recipe", "lr", "history", "rows", "width", "counted")
 
 
@@ -46,7 +57,7 @@ def row_of(name: str, table: TableSnapshot, columns: dict[str, Column]) -> dict[
         columns[f"{name}/counts/uint8"] = Column("uint8", [part.counts.reshape(-1)])
     return {
         "key": table.key,
-        "recipe": [recipe.dim, recipe.dtype, *recipe.terms, recipe.hyper.to_wire()],
+        "recipe": [recipe.dim, recipe.dtype, *recipe.terms, recipe.hyper.to_wire(), *recipe.later],
         "lr": table.lr,
         "history": row_of_history(table.history),
         "rows": len(part.ids),
@@ -99,17 +110,9 @@ def _column(title: str) -> str:
 
 
 def _recipe(given: object) -> EmbeddingSpec:
-    dim, dtype, kind, scale, seed, admit, age, most, name, numbers = validation.array("a recipe", given, 10)
-    return EmbeddingSpec(
-        validation.natural("dim", dim),
-        validation.text("dtype", dtype),
-        Initializer(validation.text("init", kind), validation.finite("scale", scale)),
-        validation.natural("seed", seed),
-        validation.natural("admit", admit),
-        validation.natural("max_age", age),
-        validation.natural("max_rows", most),
-        HyperParams.from_wire(validation.text("an optimizer's name", name, least=1), numbers),
-    ).check()
+    is_former = isinstance(given, list) and len(given) == 10  # of a version without the last three
+    fields = validation.array("a recipe", given, 10 if is_former else 13)
+    return EmbeddingSpec.of(*[_TERMS[name](name, value) for name, value in zip(_TERMS, fields, strict=False)])
 
 
 def row_of_history(history: SpanHistory) -> tuple[object, ...]:

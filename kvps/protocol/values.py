@@ -393,6 +393,12 @@ class Embed(Message):
     """Most rows of the table, on all servers together; 0 for no limit."""
     optimizer: str
     numbers: dict[str, bool | int | float | None]
+    chance: float = 1.0
+    """Probability that a push makes the row of an id that may have one."""
+    max_idle_s: float = 0.0
+    """Seconds that a row is kept without a push; 0 for ever."""
+    half_life: int = 0
+    """Updates after which a push counts half when rows have to go; 0 if the oldest go."""
 
 
 @tag(107)

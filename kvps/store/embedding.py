@@ -155,7 +155,9 @@ class EmbeddingTable:
             tensor([-0.2500])
         """
         checked = self.recipe.hyper.with_lr(lr).number("lr")
-        self._set_rate(checked, timeout)
+        self.store._begin()
+        if self.store.rank == 0:
+            self._make(calls.SetTableRate(self.store.name, self.key, checked), timeout)
 
     def export(self, path: str | Path | None = None, *, with_state: bool = False) -> Rows | int:
         """Export all rows: as an iterator over blocks, or to a safetensors file.
@@ -187,11 +189,14 @@ class EmbeddingTable:
     def changed_since(self, version: int, path: str | Path | None = None) -> Rows | int:
         """Export the rows that were pushed after ``version``, as :meth:`export` does.
 
-        Call :meth:`version` before an export; later, this call brings the copy up to date. It does not name
-        rows that were dropped since (see ``evict``).
+        Call :meth:`version` before an export; later, this call brings the copy up to date. Ids whose rows
+        were evicted since have their initial values again. The iterator names them in blocks ``(ids [n],
+        rows [0, dim])``, after the rows; in a file they have version 0, and their initial values.
 
         Raises:
-            ConfigError: for a version that is not a whole number of 0 or more.
+            ConfigError: for a version that is not a whole number of 0 or more, or if a server does not know
+                any more which rows were evicted since: it keeps about as many ids as it has rows, and none
+                from before it was started or restored. Make the copy anew then.
 
         Example:
             >>> import torch, kvps
@@ -207,10 +212,12 @@ class EmbeddingTable:
         return self._export(version, path, with_state=False)
 
     def _export(self, since: int, path: str | Path | None, with_state: bool) -> Rows | int:
-        blocks = self._blocks(since, max(1, BLOCK_BYTES // self._row_bytes), with_state)
+        blocks = self._blocks(since, max(1, BLOCK_BYTES // (self.dim * self.dtype.itemsize)), with_state)
         if path is None:
             return (
-                (torch.from_numpy(block.ids), block.columns["weight"]) for block in blocks if len(block.ids)
+                (torch.from_numpy(block.ids), block.columns["weight"][: None if block.stamps[0] else 0])
+                for block in blocks
+                if len(block.ids)
             )
         return write(Path(path), blocks, self.recipe)
 
@@ -219,10 +226,6 @@ class EmbeddingTable:
         blocks = self._export(0, None, with_state=False) if self.store.rank == 0 else ()
         assert not isinstance(blocks, int)
         return published.tensors_of(self.name, blocks, self.recipe)
-
-    @property
-    def _row_bytes(self) -> int:
-        return self.dim * self.dtype.itemsize
 
     def __bool__(self) -> bool:
         """Return True, even for an empty table."""
@@ -245,19 +248,13 @@ class EmbeddingTable:
 
     def version(self, *, timeout: float | None = None) -> int:
         """Return the closed rounds (sync) or applied pushes (async), after this rank's pushes."""
-        found: list[Any] = self._make(calls.Versions(self.store.name, (self.key,)), timeout)
-        return int(found[0])
+        return int(self._make(calls.Versions(self.store.name, (self.key,)), timeout)[0])
 
     def resume(self, *, timeout: float | None = None) -> int:
         """Number the next pushes from the lowest one that this rank still owes; return it."""
         take = calls.TakePlace(self.store.name, (self.key,), replays=False)
         place: calls.Place = self._make(take, timeout)
         return place.owed
-
-    def _set_rate(self, lr: float, timeout: float | None) -> None:
-        self.store._begin()
-        if self.store.rank == 0:
-            self._make(calls.SetTableRate(self.store.name, self.key, lr), timeout)
 
     def _blocks(self, since: int, rows: int, with_state: bool) -> Iterator[ExportBatch]:
         self.version()  # this rank's own pushes are in it then

@@ -664,8 +664,8 @@ class KVStore(KVStoreBase, abc.ABC):
         *,
         init: str | tuple[str, float] = "normal",
         optimizer: str | torch.optim.Optimizer = "adagrad",
-        admit: int = 1,
-        evict: Mapping[str, int] | None = None,
+        admit: int | float = 1,
+        evict: Mapping[str, float] | None = None,
         dtype: torch.dtype | str = "float32",
         pull_dtype: str | None = None,
         seed: int | None = None,
@@ -686,9 +686,12 @@ class KVStore(KVStoreBase, abc.ABC):
                 be elementwise (no ``lars``, ``lamb``, ``dcasgd``).
             admit: the push at which an id gets its row, 1 to 255; earlier gradients are dropped. A sketch of
                 4 MiB on each server counts ids without a row, so some ids get a row sooner. Only recent
-                pushes count, among some 500,000 other ids.
+                pushes count, among some 500,000 other ids. A float over 0.0, to 1.0, is the probability with
+                which each push of an id without a row makes the row.
             evict: the rows to drop: ``{"age": versions}`` drops rows without a push for so many versions,
-                ``{"rows": n}`` the oldest beyond n rows; or both.
+                ``{"seconds": s}`` for so many seconds of a server that is updated; ``{"rows": n}`` drops the
+                oldest beyond n rows, and with ``"half_life": updates`` those that were pushed to least, where
+                a push counts half after so many updates. Or several of them.
             dtype: type of the rows: float32, float64, or a half type. Rows of a half type are updated in
                 float32 and rounded by chance, without bias; states as long as a row are bfloat16.
             pull_dtype: with ``"int8"``, pulls of this worker travel as a scale for each row and an int8 for

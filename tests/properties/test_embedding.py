@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvps.core.embedding import arena
 from kvps.core.embedding.spec import EmbeddingSpec, recipe_of
 from kvps.core.embedding.stored import loaded
-from kvps.core.embedding.table import EVICTED, EmbeddingRows
+from kvps.core.embedding.table import BEHIND, EVICTED, EmbeddingRows
 from kvps.errors import StorageError
 from tests.support.memory_disk import MemoryDisk
 from tests.support.table_messages import pull_rows, push_rows
@@ -59,6 +59,8 @@ class Model(RuleBasedStateMachine):
         self.table = self.make()
         self.rows: dict[int, Row] = {}
         self.version = 0
+        self.evicted: list[tuple[int, int]] = []
+        """Versions, and the ids that were evicted by them."""
         self.kept: list[tuple[object, object, list[torch.Tensor]]] = []
 
     def make(self) -> EmbeddingRows:
@@ -71,7 +73,7 @@ class Model(RuleBasedStateMachine):
     @rule(ids=IDS, value=VALUES)
     def push(self, ids: set[int], value: int) -> None:
         self.version += 1
-        order = sorted(ids)
+        order, before = sorted(ids), {*self.rows, *ids}
         gradients = torch.full((len(order), DIM), float(value), dtype=torch.float64)
         push_rows(self.table, np.array(order, np.int64), gradients, version=self.version, step=self.version)
         for item in order:
@@ -87,6 +89,7 @@ class Model(RuleBasedStateMachine):
             by_age = sorted(self.rows, key=lambda item: (self.rows[item].stamp, item))
             keep = self.MAX_ROWS - self.MAX_ROWS // EVICTED
             self.rows = {item: self.rows[item] for item in by_age[-keep:]}
+        self.evicted += [(self.version, item) for item in before - self.rows.keys()]
 
     @rule(ids=IDS)
     def pull(self, ids: set[int]) -> None:
@@ -100,10 +103,18 @@ class Model(RuleBasedStateMachine):
     @rule(since=st.integers(0, 60), count=st.integers(1, 9))
     def export(self, since: int, count: int) -> None:
         found: dict[int, tuple[list[float], int]] = {}
+        gone: set[int] = set()
         start = 0
         while True:
             block = self.table.block(start, count, since)
             assert len(block.ids) <= count
+            if start >= BEHIND:
+                assert not block.stamps.any()
+                gone.update(block.ids.tolist())
+                start = block.next
+                if not start:
+                    break
+                continue
             for item, stamp, row in zip(
                 block.ids.tolist(), block.stamps.tolist(), block.columns["weight"], strict=True
             ):
@@ -116,6 +127,9 @@ class Model(RuleBasedStateMachine):
             item: (row.weight.tolist(), row.stamp) for item, row in self.rows.items() if row.stamp > since
         }
         assert found == wanted
+        if since >= self.table.evicted.known_from(self.version):
+            evicted = {item for version, item in self.evicted if version > since}
+            assert gone == (evicted - self.rows.keys() if since else set())
 
     @rule()
     def keep(self) -> None:

@@ -43,8 +43,8 @@ class TableJob(Job):
         return ((ids * 3 + rank + step) % 5 - 2).view(-1, 1).repeat(1, DIM)
 
 
-def recipe(optimizer: str = "sgd", admit: int = 1, **more: Any) -> EmbeddingSpec:
-    evict = {name: more.pop(name) for name in ("age", "rows") if name in more}
+def recipe(optimizer: str = "sgd", admit: float = 1, **more: Any) -> EmbeddingSpec:
+    evict = {name: more.pop(name) for name in ("age", "rows", "half_life") if name in more}
     more = more or {"lr": 1.0}
     return recipe_of("t", DIM, ("uniform", 0.5), optimizer, admit, evict or None, "float64", 1, **more)
 

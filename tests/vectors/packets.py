@@ -245,7 +245,21 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (
             WORKER,
             m.Embed(
-                "weights", "kvps.embedding:words", 1, 2, "uniform", 0.5, 7, 2, 1000, 50_000, "sgd", numbers
+                "weights",
+                "kvps.embedding:words",
+                1,
+                2,
+                "uniform",
+                0.5,
+                7,
+                2,
+                1000,
+                50_000,
+                "sgd",
+                numbers,
+                0.25,
+                3600.0,
+                400,
             ),
             (),
         ),

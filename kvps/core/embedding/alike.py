@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from kvps.core.embedding.arena import Slots
-from kvps.core.embedding.id_hash import ROUNDING_SALT, Ids, hashes
+from kvps.core.embedding.id_hash import ADMIT_SALT, ROUNDING_SALT, Hashes, Ids, hashes
 from kvps.core.embedding.id_index import Indexes
 from kvps.core.embedding.id_split import runs
 from kvps.core.embedding.pages import spread
-from kvps.core.embedding.table import EmbeddingRows, fresh_rows
+from kvps.core.embedding.table import EmbeddingRows
 from kvps.core.optim.rounding import Rounding
 from kvps.core.optim.torch_rules import Terms
 from kvps.tensors import by_row
@@ -88,7 +88,7 @@ class AlikeTables:
             self._arenas.weights(slots, sizes, out)
         first = None
         if len(absent):
-            first = fresh_rows(self._recipe, ids.take(absent), spread(self._seeds, _sizes_of(absent, sizes)))
+            first = self._recipe.first_rows(ids.take(absent), spread(self._seeds, _sizes_of(absent, sizes)))
             by_row(out)[absent] = by_row(first)
             first = first if first.nbytes <= FIRST_BYTES_MAX else None
         if len(self._pulled) == PULLS_MAX:
@@ -96,7 +96,12 @@ class AlikeTables:
         self._pulled[ids.tobytes(), sizes] = _Found(drops, count, slots, absent, first)
 
     def push(
-        self, pushed: Sequence[PushedRows], versions: Sequence[int], step: int, divisor: float = 1
+        self,
+        pushed: Sequence[PushedRows],
+        versions: Sequence[int],
+        step: int,
+        divisor: float = 1,
+        now: float = 0,
     ) -> None:
         """Update rows by one push or round of each table, at the learning rate of the first.
 
@@ -105,13 +110,14 @@ class AlikeTables:
             versions: what the version of each table is by this; 1 or more.
             step: how many updates each table has had, this one included.
             divisor: of the sums.
+            now: seconds on a clock of this process.
         """
         found = [self._found(ids, sizes) for ids, sizes, _ in pushed]
         (ids, sizes, gradients), chosen = summed(pushed)
         slots = (
             found[0].slots if chosen is None else np.concatenate([some.slots for some in found]).take(chosen)
         )
-        slots, taken = self._admit(ids, sizes, slots, found, chosen)
+        slots, taken = self._admit(ids, sizes, slots, found, chosen, step)
         if taken is not None:
             gradients, sizes = gradients.index_select(0, torch.from_numpy(taken)), _sizes_of(taken, sizes)
         if divisor != 1:
@@ -119,19 +125,20 @@ class AlikeTables:
         if len(slots):
             updater, rounding = self.tables[0].updater, None
             if self._recipe.is_rounded:
-                rounding = self._rounding(ids if taken is None else ids.take(taken), sizes, step)
-            self._arenas.update(slots, sizes, gradients, updater, Terms(step, *updater.rates), rounding)
+                named = ids if taken is None else ids.take(taken)
+                rounding = Rounding(self._chances(named, sizes, ROUNDING_SALT + step))
+            terms = Terms(step, *updater.rates)
+            self._arenas.update(slots, sizes, gradients, updater, terms, rounding, self._recipe.half_life)
             for table, version, (begin, end) in zip(self.tables, versions, _ranges(sizes), strict=True):
                 if begin < end:
                     table.stamp(slots[begin:end], version, version)
-        if self._recipe.max_age or self._recipe.max_rows:
+        if self._recipe.evicts:
             for table, version in zip(self.tables, versions, strict=True):
-                table.evict(version)
+                table.evict(version, now)
 
-    def _rounding(self, ids: Ids, sizes: tuple[int, ...], step: int) -> Rounding:
-        """Return the chances by which the rows of ids are rounded in an update."""
-        rows = hashes(ids, spread(self._seeds, sizes))
-        return Rounding(hashes(rows, ROUNDING_SALT + step))
+    def _chances(self, ids: Ids, sizes: tuple[int, ...], salt: int) -> Hashes:
+        """Return 64 bits of chance for each id in its table."""
+        return hashes(hashes(ids, spread(self._seeds, sizes)), salt)
 
     def _look_up(self, ids: Ids, sizes: tuple[int, ...]) -> _Found:
         slots = self._indexes.find(ids, sizes)
@@ -153,7 +160,13 @@ class AlikeTables:
         return found
 
     def _admit(
-        self, ids: Ids, sizes: tuple[int, ...], slots: Slots, found: Sequence[_Found], chosen: Slots | None
+        self,
+        ids: Ids,
+        sizes: tuple[int, ...],
+        slots: Slots,
+        found: Sequence[_Found],
+        chosen: Slots | None,
+        step: int,
     ) -> tuple[Slots, Slots | None]:
         """Give rows to ids that may have one; return the slots of all that have, and which ids
         these are, None for all."""
@@ -164,6 +177,9 @@ class AlikeTables:
             cuts = _ranges(_sizes_of(fresh, sizes))
             parts = [(table, fresh[begin:end]) for table, (begin, end) in zip(self.tables, cuts, strict=True)]
             fresh = np.concatenate([some[table.counts(ids.take(some))] for table, some in parts])
+        if self._recipe.chance < 1:
+            chances = self._chances(ids.take(fresh), _sizes_of(fresh, sizes), ADMIT_SALT + step)
+            fresh = fresh[chances < np.uint64(self._recipe.chance * 2**64)]
         if len(fresh):
             first = _first(found, fresh if chosen is None else chosen.take(fresh))
             slots[fresh] = self._add(ids.take(fresh), _sizes_of(fresh, sizes), first)
@@ -177,7 +193,7 @@ class AlikeTables:
             if size:
                 table.make_room()
         if first is None:
-            first = fresh_rows(self._recipe, ids, spread(self._seeds, sizes))
+            first = self._recipe.first_rows(ids, spread(self._seeds, sizes))
         self._arenas.write(slots, sizes, self.tables[0].new_columns(first))
         return slots
 

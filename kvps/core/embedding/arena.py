@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from kvps.core.embedding.pages import spread, zeros
-from kvps.core.embedding.spec import WEIGHT
+from kvps.core.embedding.spec import USES, WEIGHT
 from kvps.core.embedding.stored import Kept
 from kvps.core.optim.base import Terms, Updater
 from kvps.core.optim.rounding import Rounding
@@ -265,9 +265,14 @@ class ArenaGroup:
         updater: Updater,
         terms: Terms,
         rounding: Rounding | None = None,
+        half_life: int = 0,
     ) -> None:
-        """Update the rows at ``slots``, each named once; gradients are only read."""
+        """Update the rows at ``slots``, each named once, and count the use of each if they have a half-life;
+        gradients are only read."""
         placed = self.places_to_write(slots, sizes)
+        if half_life:
+            uses, at = placed.pop(USES)
+            uses[at] = torch.logaddexp2(uses[at], torch.tensor(terms.step / half_life, dtype=uses.dtype))
         update_placed(placed.pop(WEIGHT), placed, gradients, updater, terms, is_read=True, rounding=rounding)
 
     def write(self, slots: Slots, sizes: Sequence[int], columns: Columns) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvps.core.placement import POINT_BITS, points
 from kvps.errors import ConfigError
@@ -26,7 +27,10 @@ Seeds: TypeAlias = np.uint64 | Bits
 """A seed for all ids, or the seed of each."""
 
 KINDS = ("zeros", "normal", "uniform")
+BLOCK_COUNT = 16 << 10
+"""Elements whose first values are computed at once: what is between stays in a core's cache."""
 SERVER_SALT, INDEX_SALT, COUNT_SALT, ROUNDING_SALT = 1, 2, 3, 4
+ADMIT_SALT = 1 << 62
 """Salts of the hashes for different purposes, which must be independent."""
 _COLUMN = 0xD1342543DE82EF95
 """Distance between the salts of two columns. Not GOLDEN, or two salts would give the same hashes."""
@@ -73,14 +77,19 @@ class Initializer(NamedTuple):
         """
         if self.kind not in KINDS:
             raise ConfigError(f"init={self.kind!r:.60} is unknown; use one of {', '.join(KINDS)}")
-        if self.kind == "zeros":
-            is_fine = self.scale == 0.0
-        else:
-            is_fine = math.isfinite(self.scale) and self.scale > 0.0
-        if not is_fine:
+        if not (self.scale == 0.0 if self.kind == "zeros" else 0.0 < self.scale < math.inf):
             wanted = "no scale" if self.kind == "zeros" else "a finite scale above 0"
             raise ConfigError(f"init {self.kind!r} with scale {self.scale}: give it {wanted}")
         return self
+
+    def rows(self, ids: Ids, dim: int, dtype: torch.dtype, seed: int | Seeds) -> torch.Tensor:
+        """Return the first rows of ``ids``, [len(ids), dim], as :meth:`values` has them."""
+        found = torch.empty((len(ids), dim), dtype=dtype)
+        for begin in range(0, len(ids), at_once := max(1, BLOCK_COUNT // dim)):
+            some = slice(begin, begin + at_once)
+            seeds = seed[some] if isinstance(seed, np.ndarray) else seed
+            found[some] = torch.from_numpy(self.values(ids[some], dim, seeds))
+        return found
 
     def values(self, ids: Ids, dim: int, seed: int | Seeds) -> npt.NDArray[np.float64]:
         """Return the first rows of ``ids``, of shape [len(ids), dim].

@@ -20,8 +20,6 @@ from kvps.tensors import TORCH
 if TYPE_CHECKING:
     from kvps.core.embedding.spec import EmbeddingSpec
 
-FIRST_COUNT = 1 << 20
-"""Elements of initial values that are computed at once."""
 PARTS = ("ids", "rows", "recipe")
 
 
@@ -85,10 +83,5 @@ class ServedTable:
         return found
 
     def _fresh(self, ids: Ids) -> torch.Tensor:
-        width = self._rows.shape[1]
-        rows = torch.empty((len(ids), width), dtype=self._made_as)
-        at_once = max(1, FIRST_COUNT // width)
-        for begin in range(0, len(ids), at_once):
-            some = slice(begin, begin + at_once)
-            rows[some] = torch.from_numpy(self._first.values(ids[some], width, self._seed))
+        rows = self._first.rows(ids, self._rows.shape[1], self._made_as, self._seed)
         return rows.to(self._rows.dtype)

@@ -12,10 +12,14 @@ too high by that, and never too low: an id is admitted at its n-th push or earli
 
 When half as many pushes as there are counters in a row were counted, all counts are halved. So
 the sketch never fills up, and what counts is how often an id comes *lately*.
+
+A table may also admit by chance, which needs no counts: each push of an id without a row makes the row with
+this probability, by a hash of the table's seed, the id and the step.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -24,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvps.core.embedding.id_hash import COUNT_SALT, Ids, Initializer, first_of, hashes
+from kvps.core.embedding.id_hash import COUNT_SALT, Ids, Initializer, Seeds, first_of, hashes
 from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.core.optim.torch_rules import UPDATERS, State, Updater, create
@@ -33,8 +37,10 @@ from kvps.errors import ConfigError
 from kvps.protocol.values import Embed
 from kvps.tensors import TORCH
 
-WEIGHT = "weight"
-"""The column of a table that is no state of its optimizer."""
+WEIGHT, USES = "weight", "uses"
+"""The columns of a table that are no states of its optimizer. ``uses``, of a table with a half-life, has one
+float64 for each row: log2 of the sum of 2 ** (step / half_life) over the steps that have updated the row. The
+numbers of all rows decay alike, so that none has to be written for it."""
 DEPTH = 4
 WIDTH = 1 << 20
 """Counters in each of DEPTH rows: 4 MiB together. An id that was never counted is taken for a counted id in
@@ -116,6 +122,28 @@ class EmbeddingSpec:
     max_rows: int
     """Maximum rows of the whole table; 0 for any number."""
     hyper: HyperParams
+    chance: float = 1.0
+    """Probability that a push makes the row of an id that ``admit`` lets in."""
+    max_idle_s: float = 0.0
+    """Seconds that a row is kept without a push; 0 for ever."""
+    half_life: int = 0
+    """Updates after which a push counts half when there are too many rows; 0 if the oldest go."""
+
+    @classmethod
+    def of(cls, dim: int, dtype: str, *terms: Any) -> EmbeddingSpec:
+        """Return the specification of the fields of EMBED, in their order.
+
+        Raises:
+            ConfigError: naming what cannot be.
+        """
+        init, scale, seed, admit, age, rows, optimizer, numbers, *later = terms
+        hyper = HyperParams.from_wire(optimizer, numbers)
+        return cls(dim, dtype, Initializer(init, scale), seed, admit, age, rows, hyper, *later).check()
+
+    @property
+    def later(self) -> tuple[float, float, int]:
+        """The fields that follow the hyper-parameters in messages and files."""
+        return self.chance, self.max_idle_s, self.half_life
 
     @property
     def terms(self) -> tuple[str, float, int, int, int, int, str]:
@@ -139,9 +167,16 @@ class EmbeddingSpec:
                 f"admit={self.admit}: give the number of pushes, 1 to {ADMIT_MAX}, after which an "
                 "id gets a row"
             )
-        for name, value in (("seed", self.seed), ("evict age", self.max_age), ("evict rows", self.max_rows)):
+        wholes = {"seed": self.seed, "evict age": self.max_age, "evict rows": self.max_rows}
+        for name, value in (wholes | {"evict half_life": self.half_life}).items():
             if not 0 <= value <= WHOLE_MAX:
                 raise ConfigError(f"{name}={value}: give a whole number from 0 to 2**63 - 1")
+        if not 0 < self.chance <= 1:
+            raise ConfigError(f"admit={self.chance}: give a probability above 0, and 1.0 at most")
+        if not 0 <= self.max_idle_s < math.inf:
+            raise ConfigError(f"evict seconds={self.max_idle_s}: give a finite number above 0")
+        if self.half_life and not self.max_rows:
+            raise ConfigError("evict half_life: says which of too many rows go; give 'rows', too")
         if self.hyper.lr_mult or self.hyper.wd_mult:
             raise ConfigError("lr_mult and wd_mult apply to keys, and a table is a single key; omit them")
         if self.hyper.optional("clip_global_norm") is not None:
@@ -161,13 +196,20 @@ class EmbeddingSpec:
     @property
     def arguments(self) -> dict[str, object]:
         """The arguments of ``kv.embedding`` by name, defaults filled in."""
-        first = [self.dim, self.dtype, tuple(self.first), self.seed, self.admit, self.max_age, self.max_rows]
-        names = ("dim", "dtype", "init", "seed", "admit", "evict age", "evict rows")
-        return {
-            **dict(zip(names, first, strict=True)),
-            "optimizer": self.hyper.name,
-            **self.hyper.values,
-        }
+        admit = self.admit if self.chance == 1 else self.chance
+        evict = {"evict age": self.max_age, "evict rows": self.max_rows, "evict seconds": self.max_idle_s}
+        evict["evict half_life"] = self.half_life
+        told = {"dim": self.dim, "dtype": self.dtype, "init": tuple(self.first), "seed": self.seed}
+        return {**told, "admit": admit, **evict, "optimizer": self.hyper.name, **self.hyper.values}
+
+    def first_rows(self, ids: Ids, seeds: Seeds | None = None) -> torch.Tensor:
+        """Return the first values of rows, [len(ids), dim]; of tables with these seeds, if given."""
+        return self.first.rows(ids, self.dim, TORCH[self.dtype], self.seed if seeds is None else seeds)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether rows go."""
+        return any((self.max_age, self.max_rows, self.max_idle_s))
 
     @property
     def is_rounded(self) -> bool:
@@ -188,27 +230,29 @@ class EmbeddingSpec:
 def columns_of(recipe: EmbeddingSpec) -> dict[str, tuple[torch.dtype, int]]:
     """Return by name the type of each column of a table, and how many elements a row has in it.
 
-    Columns are the weights and the optimizer's states.
+    Columns are the weights, the optimizer's states, and ``uses`` with a half-life.
 
     Example:
         >>> columns_of(recipe_of("t", 4, "zeros", "rowwise_adagrad", 1, None, torch.float32, None))
         {'weight': (torch.float32, 4), 'sum': (torch.float32, 1)}
     """
     weight = torch.empty((0, recipe.dim), dtype=TORCH[recipe.dtype])
-    columns = {WEIGHT: weight} | row_state(recipe, create(recipe.hyper), weight)
+    columns = new_columns(recipe, create(recipe.hyper), weight)
     return {name: (column.dtype, column.shape[1]) for name, column in columns.items()}
 
 
-def row_state(recipe: EmbeddingSpec, updater: Updater, weight: torch.Tensor) -> State:
-    """Return the optimizer's states of new rows, [n, dim], by name.
+def new_columns(recipe: EmbeddingSpec, updater: Updater, weight: torch.Tensor) -> State:
+    """Return the columns of new rows with these weights, [n, dim], by name.
 
     Where rows are rounded, states are bfloat16, which has the range of float32: the squares of gradients are
     below that of float16. A state of which a row has one number is float32.
     """
     state = new_state(updater, weight.to(recipe.updated_in))
-    if not recipe.is_rounded or updater.is_by_row:
-        return state
-    return {name: column.bfloat16() for name, column in state.items()}
+    if recipe.is_rounded and not updater.is_by_row:
+        state = {name: column.bfloat16() for name, column in state.items()}
+    if recipe.half_life:
+        state[USES] = torch.full((len(weight), 1), -math.inf, dtype=torch.float64)
+    return {WEIGHT: weight, **state}
 
 
 def new_state(updater: Updater, weight: torch.Tensor) -> State:
@@ -234,10 +278,12 @@ def recipe_of(
 
     Args:
         name: of the table; it gives the seed where there is none.
-        dim, admit, seed: whole numbers; ``seed`` may be None.
+        dim, seed: whole numbers; ``seed`` may be None.
         init: as :func:`~kvps.core.embedding.id_hash.first_of` takes it.
         optimizer: the name of one, or an object of torch.optim; ``hyper`` goes with a name.
-        evict: None, or a dict of ``age`` (in versions) and ``rows`` (of the whole table).
+        admit: a whole number of pushes, or a probability as a float.
+        evict: None, or a dict of ``age`` (in versions), ``seconds``, ``rows`` (of the whole table) and
+            ``half_life`` (in updates).
         dtype: a torch.dtype or its name.
 
     Raises:
@@ -252,8 +298,11 @@ def recipe_of(
     else:
         rule = resolve(optimizer, hyper)
     bounds = {} if evict is None else evict
-    if not isinstance(bounds, dict) or bounds.keys() - {"age", "rows"}:
-        raise ConfigError(f"evict={evict!r:.80}: give None, {{'age': versions}}, {{'rows': number}}, or both")
+    if not isinstance(bounds, dict) or bounds.keys() - {"age", "rows", "seconds", "half_life"}:
+        raise ConfigError(
+            f"evict={evict!r:.80}: give None, or some of {{'age': versions, 'seconds': s, "
+            "'rows': n, 'half_life': updates}"
+        )
     if seed is None:
         digest = blake2b(name.encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "big") >> 1
@@ -262,11 +311,21 @@ def recipe_of(
         dtype=str(dtype).removeprefix("torch."),
         first=first_of(init),
         seed=_whole("seed", seed),
-        admit=_whole("admit", admit),
-        max_age=_whole("evict age", bounds["age"], least=1) if "age" in bounds else 0,
-        max_rows=_whole("evict rows", bounds["rows"], least=1) if "rows" in bounds else 0,
+        admit=1 if isinstance(admit, float) else _whole("admit", admit),
         hyper=rule,
+        chance=admit if isinstance(admit, float) else 1.0,
+        max_idle_s=_seconds(bounds["seconds"]) if "seconds" in bounds else 0.0,
+        **{
+            field: _whole(f"evict {name}", bounds[name], least=1) if name in bounds else 0
+            for field, name in (("max_age", "age"), ("max_rows", "rows"), ("half_life", "half_life"))
+        },
     ).check()
+
+
+def _seconds(value: object) -> float:
+    if not isinstance(value, float | int) or isinstance(value, bool) or not value > 0:
+        raise ConfigError(f"evict seconds={value!r:.40}: give a finite number above 0")
+    return float(value)
 
 
 def _whole(name: str, value: object, least: int = 0) -> int:
@@ -278,7 +337,7 @@ def _whole(name: str, value: object, least: int = 0) -> int:
 def message_of(store: str, key: str, recipe: EmbeddingSpec) -> Embed:
     """Return the message that says what :func:`recipe_of` reads."""
     dtype, values = BY_NAME[recipe.dtype].id, dict(recipe.hyper.values)
-    return Embed(store, key, dtype, recipe.dim, *recipe.terms, values)
+    return Embed(store, key, dtype, recipe.dim, *recipe.terms, values, *recipe.later)
 
 
 def spec_of(servers: int) -> Spec:

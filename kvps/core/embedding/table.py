@@ -6,9 +6,12 @@ worker that is replaced, changes nothing. To a pull, an id without a row has its
 depends on the id alone: it equals a row that has not been updated yet.
 
 With ``admit`` n an id gets its row at its n-th push; the gradients before are dropped. With
-``max_age`` a row goes that had no push for so many versions, with ``max_rows`` the oldest go: an
-eighth of them at once, since the index is made anew for it, and so seldom. An id that comes again
-begins again.
+``max_age`` a row goes that had no push for so many versions, with ``max_idle_s`` for so many seconds. With
+``max_rows`` the oldest go, or with ``half_life`` those that were pushed to least: an eighth of them at once,
+since the index is made anew for it, and so seldom. An id that comes again begins again.
+
+Rows go when an update is made, by the clock and the counts of the one server that holds them. A copy of the
+server is told which rows there are, and decides nothing.
 
 The optimizer updates the rows that a push names, and no others: momenta of the rest stand still,
 as :class:`torch.optim.SparseAdam` has it. Its step counts updates of the whole table.
@@ -16,6 +19,7 @@ as :class:`torch.optim.SparseAdam` has it. Its step counts updates of the whole 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -25,25 +29,27 @@ import numpy.typing as npt
 import torch
 
 from kvps.core.embedding.arena import Arenas, Columns, Slots
-from kvps.core.embedding.id_hash import Ids, Seeds
+from kvps.core.embedding.evicted import Evicted
+from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.id_index import IdIndex
-from kvps.core.embedding.pages import grown, selected
-from kvps.core.embedding.spec import WEIGHT, Admission, EmbeddingSpec, columns_of, row_state
+from kvps.core.embedding.pages import grown
+from kvps.core.embedding.spec import USES, WEIGHT, Admission, EmbeddingSpec, columns_of, new_columns
 from kvps.core.embedding.stored import Kept
 from kvps.core.embedding.tiered import Tier, TieredArenas
 from kvps.core.optim.torch_rules import Updater, create
-from kvps.tensors import TORCH
 
 SCAN_SLOTS = 1 << 20
 """Maximum slots that one block of an export scans."""
 AGE_STEPS = 16
 """Old rows are looked for so many times per ``max_age``: a row may outlive it by 1 / AGE_STEPS of it."""
-FIRST_COUNT = 16 << 10
-"""Elements whose first values are computed at once: what is between stays in a core's cache."""
+USES_COUNT = 64 << 10
+"""Rows whose uses are read at once."""
 STAMP_MAX = 2**31 - 1
 """Largest version of 32 bits."""
 EVICTED = 8
 """One row in so many is evicted when there are too many."""
+BEHIND = 1 << 62
+"""Where an export begins to tell of ids without a row any more: behind all slots."""
 
 Stamps = npt.NDArray[np.signedinteger[Any]]
 
@@ -108,6 +114,10 @@ class EmbeddingRows:
         self.admission = Admission(recipe.admit) if recipe.admit > 1 else None
         self.watch: RowWatch | None = None
         """Hears of what changes; None where no standby is told."""
+        self.evicted = Evicted()
+        self._marks: deque[tuple[float, int]] = deque()
+        """Times, some 2 * AGE_STEPS of them in ``max_idle_s``, and the versions that were made then. The last
+        update is among them."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -129,11 +139,6 @@ class EmbeddingRows:
             updater.take_over(self.updater)
         updater.demand(self.recipe.updated_in)
         self._hyper, self.updater = hyper, updater
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Names of the columns: ``weight``, and the optimizer's states."""
-        return tuple(self.arenas.columns)
 
     @property
     def size_bytes(self) -> int:
@@ -158,7 +163,7 @@ class EmbeddingRows:
 
     def new_columns(self, weight: torch.Tensor) -> Columns:
         """Return new rows with these weights, and the optimizer's states of them."""
-        return {WEIGHT: weight} | row_state(self.recipe, self.updater, weight)
+        return new_columns(self.recipe, self.updater, weight)
 
     def stamp(self, slots: Slots, versions: int | npt.NDArray[np.int64], newest: int) -> None:
         """Write the versions of rows, of which ``newest`` is the largest."""
@@ -170,22 +175,45 @@ class EmbeddingRows:
 
     # --- rows that go -----------------------------------------------------------------------------
 
-    def evict(self, version: int) -> None:
-        """Drop the rows that are too old, or too many, when a push has made ``version``."""
-        age, most = self.recipe.max_age, self._rows_max
-        if age and version % max(1, age // AGE_STEPS) == 0:
-            self.drop(np.flatnonzero((self._stamps > 0) & (self._stamps < version - age)))
-        if most and len(self) > most:
-            self.drop(self._oldest(len(self) - most + most // EVICTED))
+    def evict(self, version: int, now: float) -> None:
+        """Drop the rows that are too old, or too many, when a push has made ``version``.
 
-    def _oldest(self, count: int) -> Slots:
-        """Return the slots of the ``count`` oldest rows; of equally old ones the lowest ids."""
+        Args:
+            version: of the table.
+            now: seconds on a clock of this process.
+        """
+        age, idle_s, most, first = self.recipe.max_age, self.recipe.max_idle_s, self._rows_max, 0
+        self.evicted.begin(version)
+        if age and version % max(1, age // AGE_STEPS) == 0:
+            first = version - age
+        if idle_s:
+            if len(self._marks) > 1 and now < self._marks[-2][0] + idle_s / AGE_STEPS:
+                self._marks.pop()
+            self._marks.append((now, version))
+            while len(self._marks) > 1 and self._marks[0][0] <= now - idle_s:
+                first = max(first, self._marks.popleft()[1] + 1)
+        if first > 0:
+            self._evict(np.flatnonzero((self._stamps > 0) & (self._stamps < first)), version)
+        if most and len(self) > most:
+            self._evict(self._last(len(self) - most + most // EVICTED), version)
+
+    def _evict(self, slots: Slots, version: int) -> None:
+        if len(slots):
+            self.evicted.add(self.index.ids_at(slots), version, len(self))
+            self.drop(slots)
+
+    def _last(self, count: int) -> Slots:
+        """Return the slots of the ``count`` rows that were pushed to least, or last longest ago; of equal
+        ones the lowest ids."""
         slots = np.flatnonzero(self._stamps)
-        stamps = self._stamps[slots]
-        last = np.partition(stamps, count - 1)[count - 1]
-        older, equal = slots[stamps < last], slots[stamps == last]
+        ranks: npt.NDArray[Any] = self._stamps[slots]
+        if self.recipe.half_life:
+            some = (slots[begin : begin + USES_COUNT] for begin in range(0, len(slots), USES_COUNT))
+            ranks = np.concatenate([self.arenas.read(part, (USES,))[USES].numpy()[:, 0] for part in some])
+        last = np.partition(ranks, count - 1)[count - 1]
+        less, equal = slots[ranks < last], slots[ranks == last]
         order = np.argsort(self.index.ids_at(equal))
-        return np.concatenate([older, equal[order[: count - len(older)]]])
+        return np.concatenate([less, equal[order[: count - len(less)]]])
 
     def drop(self, slots: Slots) -> None:
         """Drop the rows at these slots."""
@@ -230,7 +258,8 @@ class EmbeddingRows:
         """Return rows from slot ``start`` on: ``count`` at most, and some blocks have none.
 
         A row keeps its slot as long as it is there: of the rows that are there all the time, an export
-        block by block has each once, whatever is pushed meanwhile.
+        block by block has each once, whatever is pushed meanwhile. With ``since``, ids that have lost their
+        rows after it follow, with stamps of 0 and first values.
 
         Args:
             start: 0, or ``next`` of the block before.
@@ -238,13 +267,22 @@ class EmbeddingRows:
             since: only rows that a push has changed after this version.
             with_state: the optimizer's states, too.
         """
+        gone = self.evicted.after(since) if since else np.empty(0, np.int64)
+        if start >= BEHIND:
+            gone = gone[start - BEHIND :]
+            ids = gone[:count]
+            ids = ids[self.index.find(ids) < 0]
+            columns = self.new_columns(self.recipe.first_rows(ids))
+            names = columns if with_state else (WEIGHT,)
+            following = start + count if len(gone) > count else 0
+            return ExportBatch(ids, np.zeros_like(ids), {name: columns[name] for name in names}, following)
         stop = min(start + SCAN_SLOTS, self.index.used)
         slots = start + np.flatnonzero(self._stamps[start:stop] > since)
         if len(slots) > count:
             slots = slots[:count]
             stop = int(slots[-1]) + 1
         columns = self.arenas.read(slots, None if with_state else (WEIGHT,))
-        following = stop if stop < self.index.used else 0
+        following = stop if stop < self.index.used else BEHIND if len(gone) else 0
         return ExportBatch(self.index.ids_at(slots), self.stamps_at(slots), columns, following)
 
     def keep(self) -> tuple[TableState, Callable[[], None]]:
@@ -267,7 +305,7 @@ class EmbeddingRows:
         self.make_room()
         self.stamp(slots, stamps, int(stamps.max(initial=0)))
         if columns.keys() != self.arenas.columns.keys():
-            first = fresh_rows(self.recipe, ids, np.uint64(self.recipe.seed))
+            first = self.recipe.first_rows(ids)
             columns = self.new_columns(first) | columns
         self.arenas.group((self.arenas,)).write(slots, (len(ids),), columns)
         self.arenas.settle()
@@ -287,13 +325,3 @@ class EmbeddingRows:
         assert self.arenas.covers(used)
         if self._rows_max:
             assert len(self) <= self._rows_max
-
-
-def fresh_rows(recipe: EmbeddingSpec, ids: Ids, seeds: Seeds) -> torch.Tensor:
-    """Return the first values of the rows of ids, whose tables have these seeds."""
-    rows = torch.empty((len(ids), recipe.dim), dtype=TORCH[recipe.dtype])
-    for begin in range(0, len(ids), at_once := max(1, FIRST_COUNT // recipe.dim)):
-        some = slice(begin, begin + at_once)
-        values = recipe.first.values(ids[some], recipe.dim, selected(seeds, some))
-        rows[some] = torch.from_numpy(values)
-    return rows

@@ -159,7 +159,8 @@ class TieredArenas(Arenas):
         records = np.empty((len(at), self.record_bytes), np.uint8)
         records[is_hot] = self._gathered(at[is_hot])
         records[~is_hot] = self.stored(at[~is_hot])
-        return {name: self.column(records, name) for name in names or self.columns}
+        wanted = names or self.columns
+        return {name: column_of(records, self._begins[name], *self.columns[name]) for name in wanted}
 
     def forget(self, slots: Slots) -> None:
         at = self.at(slots)
@@ -269,15 +270,7 @@ class TieredArenas(Arenas):
             raise self._tier.failure(error) from error
         return records
 
-    def column(self, records: Octets, name: str) -> torch.Tensor:
-        """Return a column of records."""
-        return column_of(records, self._begins[name], *self.columns[name])
-
-    def weights_in(self, records: Octets) -> npt.NDArray[np.void]:
-        """Return the weights in records, an item each."""
-        return self._items(records, WEIGHT)
-
-    def _items(self, records: Octets, name: str) -> npt.NDArray[np.void]:
+    def items(self, records: Octets, name: str) -> npt.NDArray[np.void]:
         """Return a column of records, an item each; it shows their memory."""
         dtype, width = self.columns[name]
         begin, size = self._begins[name], width * dtype.itemsize
@@ -304,7 +297,7 @@ class TieredArenas(Arenas):
     def _put(self, slots: Slots, at: Slots, records: Octets, places: Slots) -> None:
         """Put records at ``places``; they leave their cells."""
         for name, (rows, where) in self._own.places(places, (len(places),)).items() if len(places) else ():
-            by_row(rows)[where.numpy()] = self._items(records, name)
+            by_row(rows)[where.numpy()] = self.items(records, name)
         self._leave(at)
         self._at[slots], self._owner[places], self._uses[places] = places, slots, 0
 
@@ -313,7 +306,7 @@ class TieredArenas(Arenas):
         records = np.empty((len(places), self.record_bytes), np.uint8)
         if len(places):
             for name, (rows, where) in self._own.places(places, (len(places),)).items():
-                self._items(records, name)[:] = by_row(rows)[where.numpy()]
+                self.items(records, name)[:] = by_row(rows)[where.numpy()]
         return records
 
     def _vacate(self, count: int, *, is_needed: bool) -> Slots:
@@ -416,7 +409,7 @@ class TieredGroup(ArenaGroup):
                 some, first, inverse = np.unique(slots.take(cold), return_index=True, return_inverse=True)
                 cells = at.take(cold.take(first))
                 records = part.stored(cells)
-                by_row(out)[cold] = part.weights_in(records)[inverse]
+                by_row(out)[cold] = part.items(records, WEIGHT)[inverse]
                 part.admit(some, cells, records)
 
     def write(self, slots: Slots, sizes: Sequence[int], columns: Columns) -> None:
@@ -431,10 +424,11 @@ class TieredGroup(ArenaGroup):
         updater: Updater,
         terms: Terms,
         rounding: Rounding | None = None,
+        half_life: int = 0,
     ) -> None:
         for some, block, places in self._blocks(slots, sizes, gradients.shape[1]):
             chances = None if rounding is None else rounding[some]
-            super().update(places, block, gradients[some], updater, terms, chances)
+            super().update(places, block, gradients[some], updater, terms, chances, half_life)
 
     def _blocks(
         self, slots: Slots, sizes: Sequence[int], width: int

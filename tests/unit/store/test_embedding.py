@@ -156,6 +156,25 @@ def test_an_export_comes_in_blocks(table: kvps.EmbeddingTable, monkeypatch: pyte
         table.changed_since("1")  # type: ignore[arg-type]
 
 
+def test_changes_name_the_ids_that_were_evicted(kv: Any, tmp_path: Path) -> None:
+    table = kv.embedding("e", 2, init=("uniform", 0.5), evict={"rows": 8}, optimizer="sgd", lr=1.0)
+    first = table.pull([0, 1])
+    table.push(range(8), torch.ones(8, 2))
+    copy = {number: row for ids, rows in table.export() for number, row in zip(ids.tolist(), rows)}  # noqa: B905 - evicted ids have no rows
+    before = table.version()
+    table.push([20], torch.ones(1, 2))
+    for ids, rows in table.changed_since(before):
+        copy.update(zip(ids.tolist(), rows, strict=False))
+        for number in ids.tolist() if not len(rows) else ():
+            del copy[number]
+    assert sorted(copy) == [*range(2, 8), 20]
+    assert torch.equal(torch.stack([*copy.values()]), table.pull([*copy]))
+    assert table.changed_since(before, tmp_path / "t") == 3
+    found = load_file(tmp_path / "t")
+    assert dict(zip(found["ids"].tolist(), found["versions"].tolist(), strict=True)) == {20: 2, 0: 0, 1: 0}
+    assert torch.equal(found["rows"][1:], first)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_a_file_has_ids_versions_rows_and_states(kv: Any, tmp_path: Path, dtype: str) -> None:
     table = kv.embedding("f", 3, optimizer="adagrad", lr=1.0, dtype=dtype)

@@ -12,20 +12,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate, groupby, pairwise, repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from kvps.core.embedding.alike import AlikeTables, PushedRows
-from kvps.core.embedding.id_hash import Ids, Initializer, servers_of
+from kvps.core.embedding.id_hash import Ids, servers_of
 from kvps.core.embedding.packed import SCALE_BYTES, packed
 from kvps.core.embedding.spec import EmbeddingSpec, spec_of
 from kvps.core.embedding.table import EmbeddingRows
 from kvps.core.gradients import Part
-from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import EMBEDDING
 from kvps.core.row_gradients import RowGradient
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
@@ -51,6 +51,8 @@ from kvps.tensors import PRIVATE, Memory, accumulator, dtype_of, from_frame, to_
 
 EXPORT_BYTES = 32 << 20
 """Maximum bytes of one frame in an answer to EXPORT."""
+_terms_of = attrgetter(*[field.name for field in fields(Embed)[4:]])
+"""Returns the fields of EMBED that follow the shape of a row."""
 
 
 def recipe_of(message: Embed) -> EmbeddingSpec:
@@ -59,16 +61,7 @@ def recipe_of(message: Embed) -> EmbeddingSpec:
     Raises:
         ConfigError: naming what cannot be.
     """
-    return EmbeddingSpec(
-        message.dim,
-        BY_ID[message.dtype].name,
-        Initializer(message.init, message.scale),
-        message.seed,
-        message.admit,
-        message.max_age,
-        message.max_rows,
-        HyperParams.from_wire(message.optimizer, message.numbers),
-    ).check()
+    return EmbeddingSpec.of(message.dim, BY_ID[message.dtype].name, *_terms_of(message))
 
 
 def embed(store: ServerStore, key: str, recipe: EmbeddingSpec, server: int, servers: int) -> Piece:
@@ -411,7 +404,9 @@ def _move_alike(alike: AlikeTables, run: list[tuple[Rule, PendingUpdate]]) -> No
         for at in range(max(map(len, sums)))
     ]
     spans, befores = [rule.chunk.spans[0] for rule, _ in run], [len(table) for table in alike.tables]
-    alike.push(pushed, [span.version + 1 for span in spans], spans[0].step + 1, run[0][1].sum.divisor)
+    meter = run[0][0].shop.meter
+    versions = [span.version + 1 for span in spans]
+    alike.push(pushed, versions, spans[0].step + 1, run[0][1].sum.divisor, meter.now)
     grown = 0
     for (rule, _), span, table, before in zip(run, spans, alike.tables, befores, strict=True):
         span.step += 1
@@ -420,7 +415,7 @@ def _move_alike(alike: AlikeTables, run: list[tuple[Rule, PendingUpdate]]) -> No
             rule.chunk.writable()[span.start] = len(table)
             grown += len(table) - before
     run[0][0].store.grow(grown * alike.tables[0].arenas.counted_row_bytes)
-    run[0][0].shop.meter.moved(run[0][0].store.name, max([span.version for span in spans]))
+    meter.moved(run[0][0].store.name, max(versions))
 
 
 def _pushed(parts: Sequence[Part | None]) -> PushedRows:
@@ -446,13 +441,18 @@ def exported(seq: int, chunk: Chunk, message: Export) -> tuple[Exported, tuple[m
     """Return the answer to EXPORT, and its payload.
 
     Raises:
-        ProtocolError: for no rows.
+        ProtocolError: for no rows. ConfigError: if it is not known which rows were dropped since.
     """
     rows = embedding_of(chunk)
     if not message.count:
         raise ProtocolError(f"chunk {chunk.number}: an export of no rows")
-    widest = max(8, rows.recipe.dim * 8)  # no element is longer
-    limit = min(message.count, max(1, EXPORT_BYTES // widest))
+    limit = min(message.count, max(1, EXPORT_BYTES // (8 * rows.recipe.dim)))  # no element is longer
+    known = rows.evicted.known_from(chunk.spans[0].version)
+    if rows.recipe.evicts and 0 < message.since < known:
+        raise ConfigError(
+            f"table {name_of(chunk.keys[0])!r}: the ids that were evicted are known from version {known} on, "
+            f"and {message.since} was given; make the copy anew by export()"
+        )
     block = rows.block(message.start, limit, message.since, with_state=message.state)
     count = len(block.ids)
     columns = {name: column.reshape(-1) for name, column in block.columns.items()}

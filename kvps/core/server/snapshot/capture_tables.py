@@ -62,7 +62,7 @@ def rows_of(rows: EmbeddingRows, kept: TableState) -> RowsSnapshot:
             name: tuple(
                 [arena.columns[name][: used - arena.start] for arena in kept.arenas if arena.start < used]
             )
-            for name in rows.columns
+            for name in rows.arenas.columns
         },
         nothing if kept.counts is None else torch.from_numpy(kept.counts),
         kept.counted,

@@ -47,9 +47,10 @@ class Beside:
             pushed.append(PushedRows(np.concatenate(ids), sizes, rows))
             for some, part, own in zip(ids, rows.split(list(sizes)), alone, strict=True):
                 own.append(PushedRows(some, (len(some),), part))
-        self.together.push(pushed, [self.version] * COUNT, self.version, len(ranks))
+        now = float(self.version)
+        self.together.push(pushed, [self.version] * COUNT, self.version, len(ranks), now)
         for table, own in zip(self.alone, alone, strict=True):
-            AlikeTables((table,)).push(own, [self.version], self.version, len(ranks))
+            AlikeTables((table,)).push(own, [self.version], self.version, len(ranks), now)
 
     def look(self, ids: list[np.ndarray[Any, np.dtype[np.int64]]]) -> None:
         """Pull the rows of ids from the tables together."""
@@ -86,6 +87,8 @@ class Beside:
         {"admit": 2},
         {"evict": {"rows": 300}},
         {"evict": {"age": 4}, "admit": 3},
+        {"evict": {"seconds": 4}, "admit": 0.5},
+        {"evict": {"rows": 300, "half_life": 2}, "dtype": "bfloat16"},
     ],
     ids=str,
 )

@@ -6,7 +6,6 @@ import torch
 
 from kvps.core.embedding.published import ServedTable, names_of, tensors_of
 from kvps.core.embedding.spec import recipe_of
-from kvps.core.embedding.table import fresh_rows
 from kvps.errors import ProtocolError
 
 IDS = [2**40, -3, 17, 5]
@@ -26,7 +25,7 @@ def test_ids_have_their_rows_and_others_what_a_pull_gives(dtype: str) -> None:
     given = tensors(dtype)
     wanted = np.array([5, 99, 2**40, 5, -4, 2**62], np.int64)
     found = ServedTable("t", given).lookup(wanted)
-    fresh = fresh_rows(recipe, wanted, np.uint64(7))
+    fresh = recipe.first_rows(wanted)
     for place, row in ((0, 3), (2, 0), (3, 3)):
         assert torch.equal(found[place], given["t/rows"][row])
     for place in (1, 4, 5):

@@ -1,5 +1,6 @@
 """What a table is made by, checked."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +48,14 @@ def test_a_torch_dtype_and_a_torch_optimizer_will_do() -> None:
         ({"evict": {"age": 0}}, "evict age=0"),
         ({"evict": {"rows": -1}}, "evict rows=-1"),
         ({"evict": {"age": 2**63}}, "2\\*\\*63"),
+        ({"evict": {"seconds": 0}}, "evict seconds=0"),
+        ({"evict": {"seconds": True}}, "evict seconds=True"),
+        ({"evict": {"seconds": math.inf}}, "evict seconds=inf"),
+        ({"evict": {"half_life": 5}}, "evict half_life: .*give 'rows', too"),
+        ({"evict": {"rows": 5, "half_life": 0}}, "evict half_life=0"),
+        ({"admit": 0.0}, "admit=0.0: give a probability"),
+        ({"admit": 1.5}, "admit=1.5: give a probability"),
+        ({"admit": math.nan}, "admit=nan"),
         ({"seed": -1}, "seed=-1"),
         ({"optimizer": "lamb"}, "lamb"),
         ({"lr_mult": {"words": 2.0}}, "lr_mult"),
@@ -68,5 +77,7 @@ def test_recipes_differ_in_something_that_has_a_name() -> None:
     assert recipe.difference(made()) == ""
     assert recipe.difference(made(seed=1)) == "seed"
     assert recipe.difference(made(lr=3.0)) == "lr"
+    assert recipe.difference(made(admit=0.5)) == "admit"
+    assert recipe.difference(made(evict={"seconds": 5})) == "evict seconds"
     assert recipe.difference(made(optimizer="adam")) == "optimizer"
     assert recipe.difference(replace(recipe, dim=5)) == "dim"

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from kvps.core.embedding import alike as module
+from kvps.core.embedding import evicted
 from kvps.core.embedding.alike import AlikeTables, PushedRows
 from kvps.core.embedding.arena import Slots
 from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.id_index import Indexes
 from kvps.core.embedding.spec import EmbeddingSpec, recipe_of
-from kvps.core.embedding.table import EmbeddingRows
+from kvps.core.embedding.table import AGE_STEPS, BEHIND, EmbeddingRows
 from kvps.dtypes import summed_in
 from kvps.tensors import TORCH
 
@@ -39,12 +40,15 @@ class Driven:
         self.table = EmbeddingRows(recipe(**given), servers)
         self.alike = AlikeTables((self.table,))
         self.version = 0
+        self.now = 100.0
 
-    def push(self, *ids: int, value: float = 1.0) -> None:
+    def push(self, *ids: int, value: float = 1.0, after_s: float = 0.0) -> None:
         self.version += 1
+        self.now += after_s
         gradients = torch.full((len(ids), 2), value, dtype=TORCH[summed_in(self.table.recipe.dtype)])
         numbers = np.array(sorted(ids), np.int64)
-        self.alike.push([PushedRows(numbers, (len(ids),), gradients)], [self.version], self.version)
+        pushed = [PushedRows(numbers, (len(ids),), gradients)]
+        self.alike.push(pushed, [self.version], self.version, now=self.now)
         self.table.check()
 
     def rows(self, *ids: int) -> list[list[float]]:
@@ -53,14 +57,21 @@ class Driven:
         return out.tolist()
 
     def ids(self, since: int = 0) -> list[int]:
-        found: list[int] = []
+        """Return the ids that have rows, pushed to after a version."""
+        return self.changes(since)[0]
+
+    def changes(self, since: int) -> tuple[list[int], list[int]]:
+        """Return the ids whose rows were pushed to after a version, and those that have none any more."""
+        found: tuple[list[int], list[int]] = [], []
         start = 0
         while True:
             block = self.table.block(start, 3, since)
-            found += block.ids.tolist()
+            is_there = block.stamps > 0
+            for some, mask in zip(found, (is_there, ~is_there), strict=True):
+                some += block.ids[mask].tolist()
             start = block.next
             if not start:
-                return sorted(found)
+                return sorted(found[0]), sorted(found[1])
 
 
 def test_updates_equal_those_of_torch() -> None:
@@ -225,3 +236,104 @@ def test_table_reports_its_size() -> None:
     driven.push(*range(100))
     assert 100 * 24 < driven.table.size_bytes < 2 << 20
     assert counting.table.size_bytes > 4 << 20
+
+
+# --- rows that come by chance, and go ---------------------------------------------------------------
+
+
+@pytest.mark.spec("R579")
+def test_rows_come_by_chance_which_a_repetition_does_not_change() -> None:
+    one, other = (Driven(admit=0.25, seed=seed) for seed in (5, 6))
+    again = Driven(admit=0.25, seed=5)
+    for driven in (one, other, again):
+        driven.push(*range(2000))
+    assert one.ids() == again.ids() != other.ids()
+    assert 400 < len(one.table) < 600
+    for _ in range(40):
+        one.push(*range(2000))
+    assert len(one.table) == 2000
+
+
+@pytest.mark.spec("R580")
+def test_rows_go_that_were_not_pushed_to_for_some_seconds() -> None:
+    driven = Driven(evict={"seconds": 16.0})
+    driven.push(1, 2)
+    for _ in range(15):
+        driven.push(2, after_s=1.0)
+    assert driven.ids() == [1, 2]
+    driven.push(2, after_s=1.0)
+    assert driven.ids() == [2]
+    driven.push(2, after_s=0.5)
+    driven.push(3, after_s=15.5)
+    assert driven.ids() == [2, 3]
+    driven.push(3, after_s=0.5)
+    assert driven.ids() == [3]
+    driven.push(4, after_s=1000.0)
+    assert driven.ids() == [4]
+
+
+def test_many_updates_within_a_second_remember_few_times() -> None:
+    driven = Driven(evict={"seconds": 16.0})
+    for _ in range(3000):
+        driven.push(1, after_s=0.01)
+    assert AGE_STEPS < len(driven.table._marks) <= 2 * AGE_STEPS + 2
+
+
+@pytest.mark.spec("R581")
+def test_rows_go_that_were_pushed_to_least_and_not_the_oldest() -> None:
+    driven = Driven(evict={"rows": 8, "half_life": 10})
+    for _ in range(3):
+        driven.push(1, 2)
+    for some in range(10, 16):
+        driven.push(some)
+    assert driven.ids() == [1, 2, *range(10, 16)]
+    driven.push(20)
+    assert driven.ids() == [1, 2, *range(12, 16), 20]
+    for _ in range(60):
+        driven.push(*range(12, 16), 20)
+    driven.push(30, 31)
+    assert driven.ids() == [*range(12, 16), 20, 30, 31]  # what was pushed long ago counts no more
+
+
+@pytest.mark.spec("R581")
+def test_uses_of_rows_come_back_with_their_states() -> None:
+    driven, other = (Driven(evict={"rows": 8, "half_life": 4}, optimizer="rowwise_adagrad") for _ in "ab")
+    for some in ([1, 2, 3], [1, 2], [1, 4, 5], range(10, 13)):
+        driven.push(*some)
+    block = driven.table.block(0, 99, with_state=True)
+    other.table.put(block.ids, block.stamps, block.columns)
+    other.version = driven.version
+    for each in (driven, other):
+        each.push(1, 20, 21)
+    assert other.ids() == driven.ids()
+    assert 3 not in other.ids()
+
+
+@pytest.mark.spec("R582")
+def test_changes_name_the_ids_that_were_evicted() -> None:
+    driven = Driven(evict={"rows": 8})
+    driven.push(*range(8))
+    driven.push(20)
+    assert driven.changes(1) == ([20], [0, 1])
+    driven.push(1, 2)
+    driven.push(21, 22, 23)
+    there = driven.ids()
+    assert driven.changes(1) == ([1, 2, 20, 21, 22, 23], sorted({*range(8)} - {*there}))
+    assert driven.changes(0) == (there, [])
+    (first,) = driven.table.recipe.first_rows(np.array([0])).tolist()
+    block = driven.table.block(BEHIND, 1, 1, with_state=True)
+    assert (block.ids.tolist(), block.columns["weight"].tolist()) == ([0], [first])
+
+
+@pytest.mark.spec("R582")
+def test_evicted_ids_are_forgotten_when_they_are_more_than_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evicted, "LEAST", 0)
+    driven = Driven(evict={"age": 1})
+    assert driven.table.evicted.known_from(7) == 7  # nothing is known of what went before
+    driven.push(1)
+    assert driven.table.evicted.known_from(7) == 0
+    for some in range(2, 7):
+        driven.push(some)
+    known = driven.table.evicted.known_from(7)
+    assert 0 < known < driven.version
+    assert driven.changes(known)[1] == list(range(known - 1, 5))

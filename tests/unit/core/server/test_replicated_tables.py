@@ -94,6 +94,7 @@ def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         {"evict": {"rows": 24}, "optimizer": "adam"},
         {"evict": {"age": 3}, "admit": 2, "momentum": 0.5},
         {"dtype": "float16", "admit": 3},
+        {"evict": {"rows": 24, "half_life": 2, "seconds": 60}, "admit": 0.7},
     ],
     ids=str,
 )

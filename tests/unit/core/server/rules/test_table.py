@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvps.core.embedding.evicted import Evicted
 from kvps.core.embedding.id_hash import Initializer, servers_of
 from kvps.core.embedding.spec import EmbeddingSpec, message_of, recipe_of
 from kvps.core.server.rules import table as embedding_rows
@@ -407,6 +408,24 @@ def test_an_export_has_every_row_once() -> None:
     assert set(found[1]) <= set(range(2, 2 + count))
     answer, found = exported(table.stage.say(0, Export(table.piece.chunk, 0, 9, 99, False)))
     assert (answer.count, answer.next, found) == (0, 0, [])
+
+
+@pytest.mark.spec("R582")
+def test_an_export_of_changes_is_refused_where_it_is_not_known_what_was_evicted() -> None:
+    table = Tabled(mode="async", evict={"seconds": 3600.0, "rows": 8})
+    table.push(0, list(range(8)), 0)
+    table.push(0, [20], 1)
+    answer, found = exported(table.stage.say(0, Export(table.piece.chunk, 0, 9, 1, False)))
+    assert found[:2] == [[20], [2]]
+    answer, found = exported(table.stage.say(0, Export(table.piece.chunk, answer.next, 9, 1, False)))
+    assert (answer.next, found) == (0, [[0, 1], [0, 0], [0.0] * 4])
+    rows = table.stage.chunk(table.piece.chunk).embedding
+    assert rows is not None
+    rows.evicted = Evicted()  # as of a server that was restored
+    said = table.stage.say(0, Export(table.piece.chunk, 0, 9, 1, False))
+    assert "table 'words': the ids that were evicted are known from version 2 on, and 1" in refusal(said)
+    for since in (0, 2):
+        exported(table.stage.say(0, Export(table.piece.chunk, 0, 9, since, False)))
 
 
 def test_an_export_of_no_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,8 @@ def together(some: list[Tabled]) -> dict[int, list[float]]:
         {"admit": 2},
         {"evict": {"rows": 30}},
         {"evict": {"age": 2}},
+        {"evict": {"rows": 30, "half_life": 2, "seconds": 60}},
+        {"admit": 0.5},
         {"optimizer": "rowwise_adagrad"},
         {"optimizer": "adagrad", "dtype": "float16"},
     ],
