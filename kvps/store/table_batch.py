@@ -175,10 +175,10 @@ def rows_of(table: Table, gradients: object, shape: tuple[int, ...]) -> torch.Te
             f"table {table.name!r}: gradients are a tensor or an array, got {type(gradients).__name__}"
         )
     tensor = as_tensor(gradients)
-    if tuple(tensor.shape) != (*shape, dim) or not tensor.is_floating_point():
+    if tuple(tensor.shape) != (*shape, dim) or not tensor.is_floating_point() or tensor.is_meta:
         raise Mismatch(
             f"table {table.name!r}: gradients of ids {list(shape)} are floating point numbers "
-            f"{[*shape, dim]}, got {tensor.dtype} {list(tensor.shape)}"
+            f"{[*shape, dim]}, got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         )
     return tensor.cpu().to(TORCH[summed_in(table.recipe.dtype)]).reshape(-1, dim)
 

@@ -91,7 +91,14 @@ def test_arguments_may_be_numbers_of_numpy(kv: Any) -> None:
 
 @pytest.mark.parametrize(
     "gradients",
-    [torch.ones(2, 2), torch.ones(1, 3), torch.ones(2), torch.ones(1, 2, dtype=torch.int64), [[1]]],
+    [
+        torch.ones(2, 2),
+        torch.ones(1, 3),
+        torch.ones(2),
+        torch.ones(1, 2, dtype=torch.int64),
+        [[1]],
+        torch.ones(1, 2, device="meta"),
+    ],
 )
 def test_gradients_that_do_not_fit_are_refused(table: kvps.EmbeddingTable, gradients: object) -> None:
     with pytest.raises(Mismatch, match="table 't'"):
