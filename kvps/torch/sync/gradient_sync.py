@@ -70,6 +70,8 @@ class Advice(NamedTuple):
     """A gradient was discarded after the servers had it."""
 
 
+LEVELS = 8
+"""The number of priorities of parameters, in their order."""
 OPTIMIZERS = Advice(
     "call step() or the optimizer's zero_grad() in between; if a step has several backward passes, use "
     "backward_passes_per_step=, or no_sync() around all but the last; if activation checkpointing with "
@@ -325,7 +327,10 @@ class GradientSync:
         if isinstance(kv, KVStore) and not self._is_stepwise:
             return cast("Handle", kv.pushpull(names, values, out=out, priority=number, async_op=True))
         if isinstance(kv, KVStore):
-            kv.pushpull(names, values, out=out)
+            # The first layers are needed first, in the next forward pass. Within one level chunks go to all
+            # servers in turns.
+            levels = [-(LEVELS * index // len(names)) for index in range(len(names))]
+            kv.pushpull(names, values, out=out, priority=levels)
         else:
             for index, name in enumerate(names):  # a plug-in need not take lists
                 kv.pushpull(name, values[index], out=out[index], priority=-index)
