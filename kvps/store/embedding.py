@@ -253,8 +253,7 @@ class EmbeddingTable:
     def resume(self, *, timeout: float | None = None) -> int:
         """Number the next pushes from the lowest one that this rank still owes; return it."""
         take = calls.TakePlace(self.store.name, (self.key,), replays=False)
-        place: calls.Place = self._make(take, timeout)
-        return place.owed
+        return int(self._make(take, timeout).owed)
 
     def _blocks(self, since: int, rows: int, with_state: bool) -> Iterator[ExportBatch]:
         self.version()  # this rank's own pushes are in it then

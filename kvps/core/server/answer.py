@@ -361,7 +361,7 @@ def read_rows(
     spans = target.spans(chunks)
     versions = [span.version for span in spans]
     owed = min([span.owed(rank) for span in spans])
-    seq, dtype, width = reading.seq, BY_NAME[target.dtype].id, target.width
+    seq, dtype, width = reading.seq, BY_NAME[target.shard.spec.dtype].id, target.width
     dropped: list[p.Dropped] = []
     if store.drops is not None:
         whose = None if store.ordered else rank
@@ -387,14 +387,14 @@ def _rows(
 ) -> tuple[torch.Tensor, ...]:
     """Return the rows ``ids`` as the frames of an answer, and note that they are read."""
     _note(store, chunks, target, ids, rank)
-    each = p.rows_in_frame(BY_NAME[target.dtype].id, target.width) * target.width
+    each = p.rows_in_frame(BY_NAME[target.shard.spec.dtype].id, target.width) * target.width
     return torch.split(target.read(chunks, ids), each) if len(ids) else ()
 
 
 def _note(store: ServerStore, chunks: Chunks, target: KeyRows, ids: torch.Tensor, rank: int) -> None:
     """Report the rows that are read to a rule that tracks pulls."""
     updater, width = store.updater, target.width
-    if updater is None or not updater.tracks_pulls or BY_NAME[target.dtype].kind == "int":
+    if updater is None or not updater.tracks_pulls or BY_NAME[target.shard.spec.dtype].kind == "int":
         return
     for piece, first, some in target.places(ids):
         chunk = chunks.by_number[piece.chunk]

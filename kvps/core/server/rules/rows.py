@@ -111,11 +111,6 @@ class KeyRows:
         return [chunks.span_at(piece) for piece in self.pieces]
 
     @property
-    def dtype(self) -> str:
-        """The type of its elements."""
-        return self.shard.spec.dtype
-
-    @property
     def edges(self) -> tuple[int, ...]:
         """Starts of the pieces, and the end of the last, in rows from the first here."""
         return (0, *accumulate([piece.size // self.width for piece in self.shard.pieces]))

@@ -226,7 +226,10 @@ class PullKeyRows(ReadCall):
         for index, (key, ids) in enumerate(zip(plan.keys, self.ids, strict=True)):
             out = torch.empty(len(ids), key.spec.width, dtype=TORCH[key.spec.dtype])
             results.append(out)
-            read = _read_of(key, self, index, out)
+            read: RowRead[NamedRows] = RowRead(key, key.number, of_key(self.priority, index))
+            for rows, own, some in _split(ranges(key), ids):
+                if len(own):
+                    read.parts.append(NamedRows(key, rows, own, out, self.places[index][some]))
             if read.parts:
                 reads.append(read)
             elif len(ids):
@@ -236,12 +239,3 @@ class PullKeyRows(ReadCall):
         yield [request for read in reads for request in read.asked(store)]
         yield from settle_reads(store, reads)
         return results
-
-
-def _read_of(key: Key, call: PullKeyRows, index: int, out: torch.Tensor) -> RowRead[NamedRows]:
-    ids, places = call.ids[index], call.places[index]
-    read: RowRead[NamedRows] = RowRead(key, key.number, of_key(call.priority, index))
-    for rows, own, some in _split(ranges(key), ids):
-        if len(own):
-            read.parts.append(NamedRows(key, rows, own, out, places[some]))
-    return read
