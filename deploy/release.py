@@ -1,7 +1,8 @@
 """The wheel of kvps: built, checked, and installed in a fresh environment of each Python.
 
     python deploy/release.py                      # make wheel: build dist/*, and check them
-    python deploy/release.py --install            # make release: and install the wheel in each Python on PATH
+    python deploy/release.py --install            # make release: and install it in each Python on PATH,
+                                                  # and write its bill of materials (CycloneDX) into build/
     python deploy/release.py --install --python /opt/python3.12/bin/python --no-torch
 
 The wheel is the same for every Python and processor. ``--no-torch`` leaves torch out, which is
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size:,} bytes, checked")
     for python in (flags.python or pythons()) if flags.install else ():
         print(f"{python}: {installed(wheel, python, not flags.no_torch)}", flush=True)
+    if flags.install:
+        print(f"{bill_of_materials().relative_to(ROOT)}: what the last of these environments has")
     shutil.rmtree(BUILD)  # with torch each environment has a gigabyte
     return 0
 
@@ -157,6 +160,26 @@ def installed(wheel: Path, python: str, with_torch: bool) -> str:
     script.write_text('import kvps\nwith kvps.create("dist_sync") as kv:\n    kv.barrier()\n')
     run(tools / "kvps-launch", "-n", "2", "-s", "1", "--", tools / "python", script, quiet=True)
     return f"Python {number}: installed, and trained in threads and in processes"
+
+
+def bill_of_materials() -> Path:
+    """Write what the newest environment has, as a CycloneDX file; return the file."""
+    environments = [folder for folder in BUILD.iterdir() if (folder / "bin" / "kvps").exists()]
+    newest = max(environments, key=lambda folder: folder.stat().st_ctime)
+    file = BUILD.parent / f"kvps-{version()}.cdx.json"
+    tools = BUILD / "tools" / "bin"
+    run(tools / "pip", "install", *QUIET, "cyclonedx-bom")
+    run(
+        tools / "cyclonedx-py",
+        "environment",
+        newest / "bin" / "python",
+        "--of",
+        "JSON",
+        "-o",
+        file,
+        quiet=True,
+    )
+    return file
 
 
 QUIET = ("--quiet", "--disable-pip-version-check")

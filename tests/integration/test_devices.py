@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,8 +10,16 @@ import torch
 
 import kvps
 from kvps.runtime.device import pinned
+from tests.integration.processes import Processes
 from tests.support.simulated_device import KIND, SCHEDULES, World, simulated
 
+FRONT_ENDS = [
+    *("distributed_optimizer", "distributed_optimizer_on_servers", "distributed_optimizer_of_a_device_store"),
+    *("compression_fp16", "compression_2bit", "sync_batchnorm", "trainer", "trainer_on_servers"),
+    *("diloco", "local_sgd", "gradient_scaler", "embedding_modules", "process_group"),
+    "distributed_data_parallel",
+]
+"""The cases of device_worker.py, in its order."""
 DEVICES = [f"{KIND}:0", f"{KIND}:1"]
 
 
@@ -148,3 +157,16 @@ def test_mistakes_with_devices_leave_the_store_as_it_was(world: World, store: st
         still_works()
 
     run(work)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "all late",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in SCHEDULES if name != "all late"),
+    ],
+)
+def test_every_front_end_trains_as_on_the_host(processes: Processes, schedule: str) -> None:
+    ran = processes.python("-m", "tests.integration.device_worker", schedule)
+    assert ran.wait(180.0) == 0, ran
+    assert re.findall(r"^(\w+) passed", ran.out, re.MULTILINE) == FRONT_ENDS, ran
