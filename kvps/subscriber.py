@@ -206,9 +206,21 @@ class Subscription:
     def _watch(self, newer: int, until: float, is_once: bool) -> tuple[int, float]:
         found: list[p.VersionIs] = []
 
+        def again() -> str:
+            """Return that versions were lost with their servers, in words; "" if they were not."""
+            if not 0 < found[-1].number < (self.version or 0):
+                return ""
+            return (
+                f"versions of {self.name!r} have begun again: the newest is {found[-1].number}, and this "
+                f"subscription has read {self.version}. The servers have lost them, or this is another job; "
+                "make another subscription to read it"
+            )
+
         def take(packet: Packet) -> bool:
             assert isinstance(packet.message, p.VersionIs)
             found.append(packet.message)
+            if (text := again()) and len(found) == 1:
+                log.warning("%s", text)
             return is_once or packet.message.number > newer
 
         asks = [Ask(0, p.Watch(self.name, newer), take)]
@@ -224,7 +236,8 @@ class Subscription:
             if not last.number:
                 others = some_of([repr(name) for name in last.names], 8) or "nothing"
                 text = f"nobody has published {self.name!r}; published: {others}"
-            raise Timeout(f"wait(): {text}. kv.publish({self.name!r}, ...) makes one") from error
+            text = again() or f"{text}. kv.publish({self.name!r}, ...) makes one"
+            raise Timeout(f"wait(): {text}") from error
         return found[-1].number, found[-1].age_s
 
     def _retain(self, number: int, until: float) -> None:

@@ -270,6 +270,31 @@ def test_reader_that_outlives_a_job_reads_the_next_ones_bits(monkeypatch: pytest
         assert torch.equal(dict(policy.tensors())["same"], state["same"])
 
 
+def test_reader_is_told_that_versions_have_begun_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVPS_INSECURE", "1")
+
+    def train(rank: int) -> None:
+        with kvps.create("dist_sync") as kv:
+            for number in range(versions):
+                kv.publish("policy", {"w": torch.tensor([number])})
+
+    versions = 3
+    with kvps.LocalCluster() as local_cluster:
+        policy = kvps.subscribe("policy", local_cluster.scheduler)
+        local_cluster.run(train)
+        assert policy.wait(timeout=LIMIT_S) == 3
+    versions = 1
+    with kvps.LocalCluster() as two, policy:
+        two.run(train)
+        reader = policy._reader  # after a loss of all servers the address would be the same
+        reader._me, reader._is_connected = replace(reader._me, scheduler=two.scheduler), False
+        with pytest.raises(kvps.Timeout, match=r"have begun again: the newest is 1, and .* has read 3"):
+            policy.wait(newer_than=3, timeout=2.0)
+    assert "have begun again" in caplog.text
+
+
 def test_slow_reader_skips_versions_and_is_told_what_is_gone() -> None:
     with kvps.create("dist_sync") as kv, kvps.subscribe("policy") as policy:
         for number in range(1, 4):
