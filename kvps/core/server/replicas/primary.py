@@ -35,10 +35,10 @@ from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
 from kvps.core.server.publications import Publications
 from kvps.core.server.replicas.published import PublishedChanges
-from kvps.core.server.replicas.state import by_text, copied_key, settings_of, settled
+from kvps.core.server.replicas.state import copied_key, settings_of, told
 from kvps.core.server.replicas.tables import TableChanges
 from kvps.core.server.rules.book import RuleBook
-from kvps.core.server.snapshot.capture import REST
+from kvps.core.server.snapshot.elements import history_of, states_of
 from kvps.core.server.store import ServerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import StorageError
@@ -285,7 +285,7 @@ class Replicator:
             return effect
         stands = []
         for stand in pulled.runs:
-            pushed = settled(next(chunk.spans_in(stand.start, stand.start + 1))).get(rank, 0)
+            pushed = history_of(next(chunk.spans_in(stand.start, stand.start + 1))).pushed.get(rank, 0)
             stands.append(stand._replace(owed=max(pushed, stand.version)))
         return effect._replace(packet=effect.packet._replace(message=replace(pulled, runs=tuple(stands))))
 
@@ -482,20 +482,14 @@ class Replicator:
         width, drops = BY_NAME[chunk.dtype].itemsize, self._stores[chunk.store].drops
         for span in list(chunk.spans_in(start, stop)):
             low, high = max(span.start, start), min(span.stop, stop)
-            rows = {name: self._own(tensor[low:high]) for name, tensor in (chunk.state or {}).items()}
-            if chunk.back is not None and chunk.back.owes(low, high):
-                rows[REST] = self._own(chunk.back.residual[low:high])
+            rows = {name: self._own(row) for name, row in states_of(chunk, low, high).items()}
             fields = tuple([p.Field(name, dtype_of(row).id, len(row)) for name, row in rows.items()])
             message = p.CopyValues(
                 chunk.number,
                 BY_NAME[chunk.dtype].id,
                 low,
                 high - low,
-                span.version,
-                span.step,
-                by_text(settled(span)),
-                by_text(span.head_start),
-                by_text(span.clock_from),
+                *told(span),
                 fields,
                 () if drops is None else drops.within(chunk.number, low, high),
             )

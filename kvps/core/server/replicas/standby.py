@@ -14,16 +14,15 @@ from kvps.core.effects import Connect, Note, Outbox
 from kvps.core.membership_client import MembershipClient
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.refusals import Attempt, RefusedCall
-from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
 from kvps.core.server.participation import JoinTracker
 from kvps.core.server.publications import Publications
 from kvps.core.server.replicas import tables
-from kvps.core.server.replicas.state import by_rank
+from kvps.core.server.replicas.state import by_rank, heard
 from kvps.core.server.rules.book import RuleBook
-from kvps.core.server.snapshot.capture import REST
+from kvps.core.server.snapshot.elements import put, put_history
 from kvps.core.server.store import Setting, Shard
 from kvps.dtypes import BY_ID, Spec
 from kvps.errors import KvpsError
@@ -243,25 +242,13 @@ class Follower:
         chunk.validate([p.Run(start, message.size, 0)])
         store = self._context.stores[chunk.store]
         weights, *rows = payload
-        chunk.overwritable(start, stop).part(start, stop).copy_(from_frame(weights, chunk.dtype))
         states = {
             field.name: from_frame(row, BY_ID[field.dtype].name)
             for field, row in zip(message.fields, rows, strict=True)
         }
-        residual = states.pop(REST, None)
-        if chunk.back is not None:  # its last steps are not copied: a worker with older values pulls all
-            chunk.back.forget(start, stop)
-        if residual is not None:
-            chunk.publish()
-            assert chunk.back is not None, "only float32 values have residuals"
-            for _, begin, end in chunk.pieces(start, stop):
-                chunk.back.revive(begin, residual[begin - start : end - start])
-        if states:
-            store.restore(chunk, start, stop, message.step, states)
+        put(store, chunk, start, stop, from_frame(weights, chunk.dtype), states, heard(message))
         if store.drops is not None:
             store.drops.put(chunk.number, message.dropped)
-        for span in chunk.cut(start, stop):
-            _put_history(span, message)
         self.copied_bytes += sum([frame.nbytes for frame in payload])
 
     def _embed(self, message: p.Embed) -> None:
@@ -281,9 +268,4 @@ class Follower:
             tables.take_in(chunk, self._context.stores[chunk.store], part, frames)
             self.copied_bytes += sum([frame.nbytes for frame in frames])
         self._rows.clear()
-        _put_history(chunk.spans[0], message)
-
-
-def _put_history(span: Span, message: p.CopyValues | p.CopyRows) -> None:
-    span.version, span.step, span.pushed = message.version, message.step, by_rank(message.pushed)
-    span.head_start, span.clock_from = by_rank(message.head_start), by_rank(message.clock_from)
+        put_history(chunk.spans[0], heard(message))

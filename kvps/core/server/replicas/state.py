@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from itertools import chain
 from typing import cast
 
 from kvps import protocol as p
 from kvps.core.refusals import RefusedCall
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.participation import StoreLife
+from kvps.core.server.snapshot.elements import history_of
+from kvps.core.server.snapshot.model import SpanHistory
 from kvps.core.server.store import ServerStore
 from kvps.dtypes import BY_NAME
 
@@ -70,14 +71,17 @@ def copied_key(store: ServerStore, key: str) -> p.CopiedKey:
     )
 
 
-def settled(span: Span) -> dict[int, int]:
-    """Return the pushes of each rank that are in the values of ``span``."""
-    counts = dict(span.pushed)
-    for round_ in reversed(span.rounds):
-        counts.update(dict.fromkeys(round_.ranks, round_.number))
-    for update in reversed(span.due):
-        counts.update(dict.fromkeys(update.ranks or chain.from_iterable(update.whose), update.number))
-    return counts
+def told(span: Span) -> tuple[int, int, dict[str, int], dict[str, int], dict[str, int]]:
+    """Return the history of a span as COPY-VALUES and COPY-ROWS have it."""
+    version, step, *counts = history_of(span)
+    pushed, head_start, clock_from = map(by_text, counts)
+    return version, step, pushed, head_start, clock_from
+
+
+def heard(message: p.CopyValues | p.CopyRows) -> SpanHistory:
+    """Return the history that a message has."""
+    counts = map(by_rank, (message.pushed, message.head_start, message.clock_from))
+    return SpanHistory(message.version, message.step, *counts)
 
 
 def by_text(numbers: dict[int, int]) -> dict[str, int]:

@@ -18,7 +18,7 @@ from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.spec import DEPTH
 from kvps.core.embedding.table import EmbeddingRows
 from kvps.core.server.chunks.slab import Chunk
-from kvps.core.server.replicas.state import by_text, settled
+from kvps.core.server.replicas.state import told
 from kvps.core.server.rules.table import embedding_of, recipe_of
 from kvps.core.server.store import ServerStore
 from kvps.dtypes import BY_ID
@@ -72,7 +72,7 @@ class TableChanges:
             StorageError: if rows cannot be read.
         """
         table, (span,) = self.table, chunk.spans
-        heads = by_text(settled(span)), by_text(span.head_start), by_text(span.clock_from)
+        history = chunk.number, *told(span)
         while True:
             counted, ids, counts = self._counts()
             slots = self._take(max(1, BLOCK_BYTES // table.arenas.record_bytes))
@@ -82,7 +82,6 @@ class TableChanges:
             fields = tuple([p.Field(name, dtype_of(rows).id, rows.numel()) for name, rows in columns.items()])
             more = is_whole and self.are_left
             sizes = len(live), len(slots) - len(live), counted, len(ids), counts.size, more
-            history = chunk.number, span.version, span.step, *heads
             order = np.concatenate([live, slots[~is_live]])
             numbers = map(torch.from_numpy, (order, table.index.ids_at(live), table.stamps_at(live)))
             frames = [*numbers, *columns.values(), torch.from_numpy(ids), torch.from_numpy(counts)]

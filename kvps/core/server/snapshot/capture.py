@@ -16,7 +16,8 @@ from kvps.core.optim.torch_rules import create
 from kvps.core.placement import EMBEDDING
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.snapshot import capture_tables
-from kvps.core.server.snapshot.capture_tables import FilledTables, history_of, put_history
+from kvps.core.server.snapshot.capture_tables import FilledTables
+from kvps.core.server.snapshot.elements import REST, history_of, put, states_of
 from kvps.core.server.snapshot.model import (
     JoinsSnapshot,
     KeySnapshot,
@@ -27,9 +28,6 @@ from kvps.core.server.snapshot.model import (
 from kvps.core.server.store import Run, ServerStore, Setting, Shard
 from kvps.errors import Mismatch, StorageError
 from kvps.protocol.stores import Piece
-
-REST = "kvps.rest"
-"""Residuals of values that are published compressed, beside the optimizer's states."""
 
 
 def snapshot_of(store: ServerStore, chunks: Chunks) -> StoreSnapshot:
@@ -70,11 +68,8 @@ def _portions(shard: Shard, chunks: Chunks, histories: dict[int, SpanHistory]) -
         history = histories.get(id(span))
         if history is None:
             history = histories[id(span)] = history_of(span)
-        state = {name: row[piece.start : stop] for name, row in (chunk.state or {}).items()}
-        if chunk.back is not None and chunk.back.owes(piece.start, stop):
-            state[REST] = chunk.back.residual[piece.start : stop]
         weight = chunk.buffer.tensor[piece.start : stop]
-        portions.append(SnapshotPart(offset, history, weight, state))
+        portions.append(SnapshotPart(offset, history, weight, states_of(chunk, piece.start, stop)))
     return tuple(portions)
 
 
@@ -179,22 +174,10 @@ def _fill(store: ServerStore, chunks: Chunks, shard: Shard, key: KeySnapshot) ->
     for piece, offset in zip(shard.pieces, shard.offsets, strict=True):
         chunk, stop = chunks.by_number[piece.chunk], piece.start + piece.size
         cuts = _cuts(key, offset, offset + piece.size)
-        history = cuts[0].history
-        chunk.writable()[piece.start : stop] = _joined([part.weight for part in cuts])
         chunk.fill(piece.start)
         chunk.forget_changes(piece.start)
-        store.forget_state(chunk, piece.start, stop)
-        rows, residual = _states(cuts), _residual(cuts)
-        if residual is not None:
-            chunk.publish()
-            assert chunk.back is not None, "only float32 values have residuals"
-            chunk.back.revive(piece.start, residual)
-        if store.updater is not None and rows:
-            store.restore(chunk, piece.start, stop, history.step, rows)
-        for span in chunk.cut(piece.start, stop):
-            span.rounds.clear()  # what was pushed to other values is void
-            span.due.clear()
-            put_history(span, history)
+        weight = _joined([part.weight for part in cuts])
+        put(store, chunk, piece.start, stop, weight, _states(cuts), cuts[0].history)
 
 
 def _cuts(key: KeySnapshot, start: int, stop: int) -> list[SnapshotPart]:
@@ -210,24 +193,19 @@ def _cuts(key: KeySnapshot, start: int, stop: int) -> list[SnapshotPart]:
 
 
 def _states(cuts: list[SnapshotPart]) -> dict[str, torch.Tensor]:
-    """Return the optimizer's states of neighbours; nothing where one of them was never updated.
+    """Return the states of neighbours; none of the optimizer's where one of them was never updated.
 
     A chunk has states as soon as one of its keys was updated, so of two parts of a key that was not
     one may have some; they are as new, then.
     """
     names = cuts[0].state.keys() - {REST}
     if any(part.state.keys() - {REST} != names for part in cuts):
-        return {}
-    return {name: _joined([part.state[name] for part in cuts]) for name in names}
-
-
-def _residual(cuts: list[SnapshotPart]) -> torch.Tensor | None:
-    """Return the residuals of neighbouring parts; None if they have none."""
-    if not any(REST in part.state for part in cuts):
-        return None
-    return _joined(
-        [part.state.get(REST, torch.zeros(len(part.weight), dtype=torch.float32)) for part in cuts]
-    )
+        names = set()
+    states = {name: _joined([part.state[name] for part in cuts]) for name in names}
+    if any(REST in part.state for part in cuts):
+        rests = [part.state.get(REST, torch.zeros(len(part.weight), dtype=torch.float32)) for part in cuts]
+        states[REST] = _joined(rests)
+    return states
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

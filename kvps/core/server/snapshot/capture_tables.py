@@ -14,10 +14,10 @@ import torch
 from kvps.core.embedding.id_hash import servers_of
 from kvps.core.embedding.stored import StoredRows, loaded
 from kvps.core.embedding.table import EmbeddingRows, TableState
-from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk, Chunks
 from kvps.core.server.rules import table as embedding_rows
-from kvps.core.server.snapshot.model import RowsSnapshot, SpanHistory, StoreSnapshot, TableSnapshot
+from kvps.core.server.snapshot.elements import history_of, put_history
+from kvps.core.server.snapshot.model import RowsSnapshot, StoreSnapshot, TableSnapshot
 from kvps.core.server.store import ServerStore, Shard
 from kvps.errors import Mismatch
 from kvps.protocol.stores import Piece
@@ -27,20 +27,6 @@ BLOCK_BYTES = 1 << 20
 
 FilledTables = dict[tuple[str, str], EmbeddingRows]
 """(store, key) -> the rows of a table."""
-
-
-def history_of(span: Span) -> SpanHistory:
-    """Return the history of a span."""
-    return SpanHistory(
-        span.version, span.step, dict(span.pushed), dict(span.head_start), dict(span.clock_from)
-    )
-
-
-def put_history(span: Span, history: SpanHistory) -> None:
-    """Give a span the history of a snapshot."""
-    span.version, span.step = history.version, history.step
-    span.pushed, span.head_start = dict(history.pushed), dict(history.head_start)
-    span.clock_from = dict(history.clock_from)
 
 
 def snapshot_of(shard: Shard, chunk: Chunk) -> TableSnapshot:
@@ -123,7 +109,6 @@ def revive(store: ServerStore, table: TableSnapshot, chunks: Chunks, rows: Embed
     store.grow((len(rows) - before) * rows.arenas.counted_row_bytes)
     chunk.writable()[piece.start] = len(rows)
     (span,) = chunk.spans
-    span.rounds.clear()  # what was pushed to other rows is void
     put_history(span, table.history)
     return piece
 
