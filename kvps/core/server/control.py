@@ -159,11 +159,10 @@ class Control:
             chunk, stop = self._chunks.at(piece.chunk), piece.start + piece.size
             self._answers.wake(chunk.woken(piece.start, stop))
             for reading in chunk.woken(piece.start, stop):  # for pushes to the values before, which are void
-                if self._context.is_pending(reading):
-                    key, _, _ = next(chunk.pieces(reading.at, reading.at + 1))
-                    text = f"restore() gave key {key!r} of store {name!r} other values while this call waited"
-                    void = ConfigError(f"{text} for pushes of other workers; its own pushes are void")
-                    self._context.refuse(reading.session, reading.seq, void)
+                key, _, _ = next(chunk.pieces(reading.at, reading.at + 1))
+                text = f"restore() gave key {key!r} of store {name!r} other values while this call waited"
+                void = ConfigError(f"{text} for pushes of other workers; its own pushes are void")
+                self._context.refuse(reading.session, reading.seq, void)
         self._context.retry()
 
     # --- members --------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ AGAIN_S = 1.0
 DISMISS_S = 3.0
 """Seconds after which a standby is given up that acknowledges nothing."""
 BLOCK = 1 << 19
-"""Elements in one message, or those of one key: what is under way may be old by the time it arrives."""
+"""Elements in one message, or those of one key, while the copy is not level: what is under way may be old by
+the time it arrives."""
 KEYS_MAX = 256
 """Keys in one message."""
 
@@ -465,7 +466,9 @@ class Replicator:
         chunk = self._chunks.by_number.get(number)
         if is_rest and any(low <= start and stop <= high for low, high in ranges):
             return  # all of it has changed since
-        end = stop if chunk is None or chunk.embedding is not None else min(stop, chunk.edge(start, BLOCK))
+        end = stop
+        if chunk is not None and chunk.embedding is None and not self.is_level:
+            end = min(stop, chunk.edge(start, BLOCK))
         if end < stop:
             ranges[end, stop] = True
         if not ranges:

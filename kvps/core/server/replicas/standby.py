@@ -95,8 +95,7 @@ class Follower:
 
     def on_welcome(self) -> None:
         """The primary has heard HELLO: by now both know whether they share memory. Ask for the copy."""
-        if not self.has_begun:
-            self._member.send(self._to, p.Follow())
+        self._member.send(self._to, p.Follow())
 
     def on_timer(self, now: float) -> None:
         """Ask again for a copy that has not begun."""

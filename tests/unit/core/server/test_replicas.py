@@ -339,7 +339,8 @@ def test_standby_knows_what_each_worker_has_read(reads: str) -> None:
     pair = Pair()
     item = pair.primary
     item.open("async")
-    item.init("w", [1.0, 2.0, 3.0])
+    item.declare("w", torch.tensor([1.0, 2.0, 3.0]), shape=(3, 1))
+    item.load("w", torch.tensor([1.0, 2.0, 3.0]))
     item.optimizer("dcasgd", lr=0.5, momentum=0.5)
     (piece,) = item.pieces["w"]
     pair.level()
@@ -350,8 +351,9 @@ def test_standby_knows_what_each_worker_has_read(reads: str) -> None:
         else:
             pair.do(rank, p.PullRows("kv", "w", 0, 0, 2), torch.tensor([0, 2]))
         pair.pump()
-        pair.do(1 - rank, of(1 - rank, push(piece, number)), torch.tensor([1.0, 2.0, 0.5]))
+        pair.do(1 - rank, of(1 - rank, push(piece, number, pull=False)), torch.tensor([1.0, 2.0, 0.5]))
         pair.pump()
+    assert len(heard(pair.said, p.Pulled if reads == "keys" else p.PulledRows)) == 3
     ends = [stage.server.context.chunks.by_number[piece.chunk] for stage in (item, pair.standby)]
     first, other = [{name: row[:3].tolist() for name, row in (chunk.state or {}).items()} for chunk in ends]
     assert first == other
