@@ -37,6 +37,7 @@ def test_every_command_takes_the_common_flags(
     for flag in ("--log-level", "--version", "--insecure", "--keys DIR"):
         assert flag in told
     meanings = {"scheduler": flags.INSECURE, "server": flags.INSECURE, "launch": launch.KEYLESS}
+    meanings["demo"] = MODULES["demo"].INSECURE
     assert meanings.get(name, flags.NEEDLESS) in told
 
 

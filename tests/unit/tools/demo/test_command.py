@@ -6,9 +6,10 @@ import signal
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
-from kvps.tools.demo import command
+from kvps.tools.demo import command, training
 from kvps.tools.demo.command import Show
 
 JOB = {
@@ -18,7 +19,7 @@ JOB = {
         {"role": "server", "rank": 0, "pid": 20},
     ],
 }
-END = "[worker 0] end 0.99 abc abc\n"
+END = "[worker 0] end 0.99 1\n"
 
 
 class Demo:
@@ -72,7 +73,7 @@ def test_each_kill_is_told_with_the_time_until_the_next_round(monkeypatch: pytes
     )
     code, told = demo.verdict()
     assert code == 0
-    assert "no update was lost in 60 steps" in told
+    assert "no update was lost, and none counted twice" in told
     assert "99% of new points right, after 9.0 s" in told
     assert "\x1b" not in said + told, "colours are for terminals"
 
@@ -102,11 +103,11 @@ def test_a_server_without_a_whole_copy_lives(monkeypatch: pytest.MonkeyPatch) ->
         assert "no update was lost" not in told
 
 
-def test_other_weights_and_a_failed_job_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_count_and_a_failed_job_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     demo = Demo(monkeypatch)
-    demo.play({}, "[worker 0] end 0.99 abc abd\n")
+    demo.play({}, "[worker 0] end 0.99 0\n")
     code, told = demo.verdict()
-    assert (code, "weights on the servers are abc, and without kills abd" in told) == (1, True)
+    assert (code, "have not counted each step of each worker once" in told) == (1, True)
     assert "no update was lost" not in told
     for end in ([], [END]):
         demo = Demo(monkeypatch)
@@ -143,3 +144,16 @@ def test_a_wrong_flag_starts_nothing(argv: list[str], says: str, capsys: pytest.
     out, err = capsys.readouterr()
     assert out == ""
     assert says in err
+
+
+def test_a_step_that_is_missing_or_counted_twice_is_found() -> None:
+    pushes = [training.count_of(step, rank) for step in range(9) for rank in range(training.WORKERS)]
+    exact = torch.zeros_like(pushes[0])
+    for push in pushes:
+        exact -= training.LR * push / training.WORKERS
+    assert training.is_exact(exact, 9)
+    twice, for_another = pushes[7], pushes[7] - pushes[9]
+    assert not training.is_exact(exact - twice, 9)
+    assert not training.is_exact(exact - for_another, 9)
+    exact[0, 0, -1] += 1
+    assert not training.is_exact(exact, 9), "on one server"
