@@ -114,6 +114,37 @@ for table in (users, items, rows.table, counted, recent, alone):
     table.export(f"{folder}/{table.name}-{rank}.safetensors", with_state=True)
 print("weights", digest.hexdigest(), flush=True)
 """
+FRONT_ENDS = """
+import hashlib, os, sys, time
+import torch
+sys.path.insert(0, os.getcwd())
+from tests.integration.front_ends import FRONT_ENDS
+from tests.integration.training_loops import draw
+rank, folder, digest = int(os.environ["RANK"]), sys.argv[1], hashlib.sha256()
+
+def loss(model, seed):
+    return model(torch.randn(6, 40, generator=torch.Generator().manual_seed(seed))).square().mean()
+
+for moment, front_end in {
+    "init": "optimizer", "optimizer": "optimizer-on-servers", "round": "trainer-on-servers",
+    "barrier": "shard", "last": "diloco",
+}.items():
+    model = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.Tanh(), torch.nn.Linear(300, 20))
+    draw(model, 1, 0.3)
+    training = FRONT_ENDS[front_end](model, lambda params: torch.optim.SGD(params, 0.1), rank, 2)
+    for step in range(6):
+        if step == 3:
+            print("moment", moment, flush=True)
+            while rank == 1 and not os.path.exists(f"{folder}/{moment}"):
+                time.sleep(0.01)
+        training.zero_grad()
+        training.backward(lambda model, rank: loss(model, 10 * step + rank))
+        training.step()
+    for value in model.state_dict().values():
+        digest.update(value.numpy().tobytes())
+    training.close()
+print("weights", digest.hexdigest(), flush=True)
+"""
 FLAGS = ("-n", 2, "-s", 2, "--replicas", 1, "--log-level", "info")
 MOMENTS = ("init", "optimizer", "round", "barrier", "last")
 
@@ -154,6 +185,16 @@ def test_weights_are_those_of_a_run_without_a_loss(processes: Processes, kills: 
     ends = [*weights_of(processes, (), "whole"), *weights_of(processes, kills, "killed")]
     assert len(ends) == 4, ends
     assert len(set(ends)) == 1, "the loss has changed the weights"
+
+
+@pytest.mark.thorough
+def test_each_front_end_goes_on_to_the_bit_when_a_server_is_killed(processes: Processes) -> None:
+    ends = [
+        *weights_of(processes, (), "whole", FRONT_ENDS),
+        *weights_of(processes, MOMENTS, "killed", FRONT_ENDS),
+    ]
+    assert len(ends) == 4, ends
+    assert len(set(ends)) == 1, "a loss has changed the weights"
 
 
 @pytest.mark.spec("R445", "R446")
