@@ -44,7 +44,7 @@ class TableJob(Job):
 
 
 def recipe(optimizer: str = "sgd", admit: float = 1, **more: Any) -> EmbeddingSpec:
-    evict = {name: more.pop(name) for name in ("age", "rows", "half_life") if name in more}
+    evict = {name: more.pop(name) for name in ("age", "rows") if name in more}
     more = more or {"lr": 1.0}
     return recipe_of("t", DIM, ("uniform", 0.5), optimizer, admit, evict or None, "float64", 1, **more)
 
@@ -140,6 +140,16 @@ def test_all_rows_are_those_of_one_process(seed: int, request: pytest.FixtureReq
         cluster = play(job, train)
         for client in cluster.ended_well():
             assert all(isinstance(item, Timeout) for item in client.later), client.later
+            is_whole(job, client.result)
+
+
+@pytest.mark.spec("R579")
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_that_come_by_chance_are_those_of_one_process(seed: int, request: pytest.FixtureRequest) -> None:
+    job = job_of(seed)
+    job.recipe = recipe(admit=0.5)
+    with replayable(request, job):
+        for client in play(job, train).ended_well():
             is_whole(job, client.result)
 
 
