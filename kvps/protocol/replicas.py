@@ -70,6 +70,8 @@ class CopyStore(Message):
     rate_calls: int
     rate_after: int
     refusals: tuple[CopiedRefusal, ...]
+    outside: tuple[int, ...] = ()
+    """The ranks whose replacement has not entered the store."""
 
 
 @tag(56)

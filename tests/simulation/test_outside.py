@@ -28,11 +28,11 @@ def ones() -> dict[str, torch.Tensor]:
 class Shrinking:
     """A job of 2 workers in which a process may be killed; replacements start slowly."""
 
-    def __init__(self, mode: str, way: str, faults: Faults) -> None:
+    def __init__(self, mode: str, way: str, faults: Faults, replicas: int = 0) -> None:
         self.kv = Store(
             mode=mode, staleness=2 if mode == "ssp" else 0, on_worker_lost="shrink", bigarray_bound=64
         )
-        self.way, self.faults = way, faults
+        self.way, self.faults, self.replicas = way, faults, replicas
         self.lives = [0, 0]
         self.counted = [0, 0]
         """The pushes that were made by each rank, of all of its lives."""
@@ -62,8 +62,12 @@ class Shrinking:
             assert is_prompt, f"worker {rank} has waited for {network.now - at:.1f} s"
         return (yield from kv.pull(zeros, min_version=STEPS if kv.mode == "sync" else 0))
 
-    def play(self, fault: Callable[[int, Process, Process], Sequence[float]]) -> None:
-        """Play it and see it end well."""
+    def play(
+        self,
+        fault: Callable[[int, Process, Process], Sequence[float]],
+        plan: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Play it and see it end well; ``plan`` may let something happen."""
         count = 0
 
         def delays(source: Process, target: Process, packet: object) -> Sequence[float]:
@@ -72,8 +76,9 @@ class Shrinking:
             return fault(count, source, target)
 
         self.lives = [0, 0]
-        self.cluster = Cluster(2, 2, self.script, 0, self.faults)
+        self.cluster = Cluster(2, 2, self.script, 0, self.faults, replicas=self.replicas)
         self.cluster.network.delays = delays
+        plan()
         self.cluster.run(400)
         for client in self.cluster.ended_well():
             self.judge({name: set(value.tolist()) for name, value in client.result.items()})
@@ -125,3 +130,29 @@ def test_worker_is_replaced_at_each_packet(mode: str, way: str, dies_again: bool
 
         with named(f"worker 1 ends at packet {fatal}"):
             job.play(fault)
+
+
+@pytest.mark.spec("R578")
+@pytest.mark.parametrize("way", ["pushpull", "push, pull", "again"])
+def test_standbys_take_the_seats_while_a_replacement_starts_or_enters(way: str) -> None:
+    """A standby knows which replacements do not count yet."""
+    job = Shrinking("sync", way, Faults(in_order=True), replicas=1)
+
+    def lose(server: int) -> None:
+        primary, _ = job.cluster.holders(server)
+        assert primary is not None
+        assert job.cluster.is_level(server)
+        job.cluster.network.kill(primary)
+
+    enters = 2.5 + STARTS_S
+    for after in [3.5, 5.5, *[enters + tick / 250 for tick in of_today(24)]]:
+
+        def strike(after: float = after) -> None:
+            job.cluster.kill(1)
+            network = job.cluster.network
+            network.at(network.now + 2.5, lambda: job.cluster.replace(1))
+            for server in range(2):
+                network.at(network.now + after, lambda server=server: lose(server))  # type: ignore[misc]
+
+        with named(f"the servers end {after:.3f} s after worker 1"):
+            job.play(lambda *_: ON_TIME, lambda: job.cluster.network.at(4.0, strike))

@@ -317,6 +317,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
                 1,
                 8,
                 (m.CopiedRefusal("optimizer", False, 1, 0, 3, "lr must be positive"),),
+                (1,),
             ),
             (),
         ),

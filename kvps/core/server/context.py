@@ -184,12 +184,13 @@ class RequestContext:
         outside = self.outside.get(store.name, frozenset())
         if outside.isdisjoint(ranks):
             return False
-        self._leave_outside(store, outside.difference(ranks))
+        self.leave_outside(store, outside.difference(ranks))
         for rank in outside.intersection(ranks):
             self._start_clock(store, rank)
         return True
 
-    def _leave_outside(self, store: ServerStore, ranks: frozenset[int]) -> None:
+    def leave_outside(self, store: ServerStore, ranks: frozenset[int]) -> None:
+        """Note the ranks whose replacement has not entered a store."""
         self._quorums.pop(store.name, None)
         self.outside[store.name] = ranks
         if not ranks:
@@ -228,7 +229,7 @@ class RequestContext:
         is_late = old is not None or any(rank in ranks for ranks in self.outside.values())
         for store in self.stores.values() if before else ():
             if is_late and store.opened.on_worker_lost == "shrink":
-                self._leave_outside(store, self.outside.get(store.name, frozenset()) | {rank})
+                self.leave_outside(store, self.outside.get(store.name, frozenset()) | {rank})
             self._start_clock(store, rank)
 
     def check_place(self, envelope: Envelope) -> None:

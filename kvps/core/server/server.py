@@ -595,6 +595,8 @@ class Server(Core):
             session.asked_at = now
             if context.outside and context.hear_outsider(message, session):
                 control.retry_pending()
+                if self._replicator is not None:
+                    self._replicator.note_all()
         match message:
             case p.Push():
                 ingest.push(session, seq, message, packet)

@@ -423,7 +423,7 @@ class Replicator:
                 self._note_store(store)
             if store.counts_late and not self.copies_late:
                 self.reason = f"store {name!r} counts late pushes in the next round"
-            settings = settings_of(store, ended.of(name))
+            settings = settings_of(store, ended.of(name), self._context.outside.get(name, frozenset()))
             before = self._settings.get(name)
             if settings != before:
                 self._settings[name] = settings

@@ -179,6 +179,7 @@ class Follower:
     def _set(self, message: p.CopyStore) -> None:
         store = self._context.store(message.store)
         store.restored, store.stamps = message.restored, message.stamps
+        self._context.leave_outside(store, frozenset(message.outside))
         life = self._control.ended.of(store.name)
         assert life is not None, "it began with the store"
         life.closed = by_rank(message.closed)

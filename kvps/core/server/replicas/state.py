@@ -17,7 +17,7 @@ from kvps.dtypes import BY_NAME
 REFUSALS_MAX = 64
 
 
-def settings_of(store: ServerStore, life: StoreLife | None) -> p.CopyStore:
+def settings_of(store: ServerStore, life: StoreLife | None, outside: frozenset[int]) -> p.CopyStore:
     """Return the settings of a store as the standby is told them."""
     joins, optimizer, rate, hyper = store.joins, store.sent_optimizer, store.sent_rate, store.hyper
     sent = optimizer.value or hyper
@@ -39,6 +39,7 @@ def settings_of(store: ServerStore, life: StoreLife | None) -> p.CopyStore:
         rate.calls,
         rate.after,
         tuple([_refusal(*kept) for kept in store.refusals.kept(REFUSALS_MAX)]),
+        tuple(sorted(outside)),
     )
 
 

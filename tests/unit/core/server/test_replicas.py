@@ -311,6 +311,27 @@ def test_a_job_whose_workers_come_and_go_is_not_copied() -> None:
     assert not any(standing.level for standing in pair.standby.standings)
 
 
+@pytest.mark.spec("R578")
+@pytest.mark.parametrize("has_entered", [False, True])
+def test_standby_knows_which_replacements_have_not_entered(*, has_entered: bool) -> None:
+    pair = Pair()
+    item = pair.primary
+    item.open(on_worker_lost="shrink")
+    item.init("w", [1.0, 2.0, 3.0])
+    (piece,) = item.pieces["w"]
+    pair.level()
+    item.replace(1)
+    pair.pump()
+    if has_entered:
+        item.pull(1, "w", values=False)
+        pair.pump()
+    pair.standby.seats = item.seats
+    pair.promote()
+    pair.standby.say(0, push(piece, 0, pull=False), torch.ones(3))
+    (span,) = pair.standby.server.context.chunks.by_number[piece.chunk].spans
+    assert span.version == int(not has_entered)
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_standby_tells_of_an_update_that_was_dropped(mode: str) -> None:
     pair = Pair()
