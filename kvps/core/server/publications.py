@@ -256,13 +256,14 @@ class Publications:
             version.completed_at = self.now - message.age_s
             return
         dtype, as_dtype = BY_ID[message.dtype].name, BY_ID[message.as_dtype].name
-        if message.is_chunk:
-            buffer = self._context.chunks.at(message.block).buffer
-        else:
-            buffer = Buffer(from_frame(payload[0] if payload else memoryview(b""), dtype))
-        more = 0 if id(buffer) in self._users else buffer.tensor.nbytes
+        chunks = self._context.chunks
+        buffer = chunks.at(message.block).buffer if message.is_chunk else None
+        more = message.size if buffer is None else buffer.tensor.nbytes * (id(buffer) not in self._users)
         what = f"the copy of version {message.number} of publication {message.publication!r}"
         self._budget.demand_publication(what, more)
+        if buffer is None:  # the payload may be memory of the primary, which will write to it
+            values = from_frame(payload[0] if payload else memoryview(b""), dtype)
+            buffer = Buffer(chunks.memory.empty(len(values), dtype).copy_(values))
         self._add(version, message.block, Block(buffer.hold(), dtype, as_dtype))
 
     # --- the worker that publishes ------------------------------------------------------------------
