@@ -72,8 +72,11 @@ class NonFiniteLog:
             ]
         )
 
-    def put(self, chunk: int, dropped: Iterable[CopiedDrop]) -> None:
-        """Take in what another copy returned by :meth:`within`."""
+    def put(self, chunk: int, start: int, stop: int, dropped: Iterable[CopiedDrop]) -> None:
+        """Take in what another copy returned by :meth:`within`, in place of what was known there."""
+        for (number, _), last in self._last.items():
+            for begin in [begin for begin in last if number == chunk and start <= begin < stop]:
+                del last[begin]
         for rank, start, number, values, ranks in dropped:
             last = self._last.setdefault((chunk, rank - 1 if rank else None), {})
             last[start] = Dropped(start, number, values, ranks)

@@ -248,7 +248,7 @@ class Follower:
         }
         put(store, chunk, start, stop, from_frame(weights, chunk.dtype), states, heard(message))
         if store.drops is not None:
-            store.drops.put(chunk.number, message.dropped)
+            store.drops.put(chunk.number, start, stop, message.dropped)
         self.copied_bytes += sum([frame.nbytes for frame in payload])
 
     def _embed(self, message: p.Embed) -> None:

@@ -734,14 +734,18 @@ def test_a_refusal_counts_for_all_at_the_standby_too() -> None:
 def test_values_of_a_checkpoint_are_copied_before_rank_0_is_told() -> None:
     pair = Pair(every_s=0.0)
     item = pair.primary
-    item.open()
+    item.open(on_nonfinite="error")
     item.init("w", [1.0, 2.0, 3.0])
     image, release = item.server.control.snapshot()
     (piece,) = item.pieces["w"]
     pair.level()
-    for rank in range(2):
-        pair.do(rank, of(rank, push(piece, 0)), torch.tensor([5.0, 6.0, 7.0]))
+    for number, last in enumerate((7.0, float("nan"))):
+        for rank in range(2):
+            pair.do(rank, of(rank, push(piece, number)), torch.tensor([5.0, 6.0, last]))
     pair.pump()
+    drops = pair.standby.server.context.stores["kv"].drops
+    assert drops is not None
+    assert drops.within(piece.chunk, 0, 3)
     pair.said.clear()
     pair.do(0, p.Revive("kv", "best", 7))
     (read,) = [order for order in item.orders() if isinstance(order, Read)]
@@ -752,6 +756,7 @@ def test_values_of_a_checkpoint_are_copied_before_rank_0_is_told() -> None:
     assert item.values("w") == [1.0, 2.0, 3.0]
     assert alike(pair)
     assert pair.standby.server.context.stores["kv"].restored == 7
+    assert not drops.within(piece.chunk, 0, 3), "round 1 is to be made again"
 
 
 @pytest.mark.spec("R493")
