@@ -28,7 +28,7 @@ from kvps import protocol as p
 from kvps.core.effects import Copied, Finish, Note, Outbox, Send
 from kvps.core.membership_client import SCHEDULER, MembershipClient
 from kvps.core.placement import JOIN_SERVER
-from kvps.core.worker.calls import Call, OnTimeout, PushCall, ReadCall
+from kvps.core.worker.calls import Call, OnTimeout, PushCall, ReadCall, RestoreCheckpoint
 from kvps.core.worker.calls.base import Operation
 from kvps.core.worker.connection import PROBE_AFTER_S, Connection, Request, SendScheduler
 from kvps.core.worker.consistent_read import AwaitAcks, LaggingReads
@@ -526,6 +526,8 @@ class CallTable:
         store = self._stores[pending.call.store]
         if store.joins != store.joins_told:
             self._tell_joins(store)
+        if self.kept is not None and error is None and isinstance(pending.call, RestoreCheckpoint):
+            self.kept.void(store)
         if pending.on_end is not None:
             pending.on_end(value, error, now)
         elif not pending.finished:

@@ -18,6 +18,8 @@ from kvps.core.worker.store import WorkerStore
 
 Elements = tuple[tuple[int, int], ...]
 """Where runs begin, and how many elements they have; none of rows."""
+Place = int | tuple[str, str]
+"""A chunk, or the store and the key of rows."""
 
 
 @runtime_checkable
@@ -36,8 +38,8 @@ class KeptPushes:
 
     def __init__(self, stores: Mapping[str, WorkerStore]) -> None:
         self._stores = stores
-        self._kept: dict[tuple[int, int | str], dict[Request, tuple[Elements, int]]] = {}
-        """(server, chunk or key of rows) -> push -> its elements, and the version that its round makes."""
+        self._kept: dict[tuple[int, Place], dict[Request, tuple[Elements, int]]] = {}
+        """(server, place) -> push -> its elements, and the version that its round makes."""
         self._of_tables: dict[int, dict[Request, dict[int, int]]] = {}
         """Server -> push -> the chunks of its tables whose rounds are open, and the versions they make."""
 
@@ -55,12 +57,12 @@ class KeptPushes:
                 self._of_tables.setdefault(request.server, {})[_again(request)] = due
             return
         elements: Elements = ()
-        place: int | str
+        place: Place
         if isinstance(message, p.Push):
             elements = tuple([(start, size) for start, size, _ in message.runs])
             place, number = message.chunk, max([number for _, _, number in message.runs])
         else:
-            place, number = message.key, message.number
+            place, number = (message.store, message.key), message.number
         kept = self._kept.setdefault((request.server, place), {})
         for other in [other for other, (where, due) in kept.items() if where == elements and due <= version]:
             del kept[other]
@@ -97,6 +99,16 @@ class KeptPushes:
             kept = self._kept.pop(place)
             yield from sorted(kept, key=lambda request: kept[request][1])
         yield from self._of_tables.pop(server, {})
+
+    def void(self, store: WorkerStore) -> None:
+        """Forget the pushes to a store whose keys were given other values by ``restore()``."""
+        places: set[Place] = {piece.chunk for key in store.keys.values() for piece in key.pieces}
+        places |= {(store.name, key) for key in store.keys}
+        for server, place in [known for known in self._kept if known[1] in places]:
+            del self._kept[server, place]
+        for kept in self._of_tables.values():
+            for push in [push for push, due in kept.items() if not places.isdisjoint(due)]:
+                del kept[push]
 
     def clear(self) -> None:
         """Keep nothing: the servers have returned to a cut."""

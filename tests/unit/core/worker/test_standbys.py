@@ -1,10 +1,13 @@
 """Jobs whose servers have standbys, as the worker's rules see them; tests/simulation has every moment of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvps import protocol as p
 from kvps.core.server import options
+from kvps.core.worker import calls
 from kvps.core.worker.connection import Request
 from kvps.core.worker.kept_pushes import KeptPushes
 from kvps.errors import ServerLost, Timeout
@@ -158,3 +161,41 @@ def test_pushes_of_before_a_rollback_are_not_sent_again() -> None:
     worker.view(phase="returning", epoch=1)
     assert worker.core.table.kept is not None
     assert not list(worker.core.table.kept.take(0))
+
+
+@pytest.mark.spec("R499")
+def test_pushes_of_before_a_restore_are_not_sent_again() -> None:
+    worker = Bench(rank=1, servers=1, replicas=1)
+    for store in ("kv", "other"):
+        worker.open(store)
+        worker.init({"w": torch.tensor([1.0, 2.0])}, store)
+        worker.call(replace(push({"w": torch.tensor([3.0, 4.0])}), store=store))
+        worker.ack(0, worker.seqs(p.Push, 0)[-1])
+    kept = worker.core.table.kept
+    assert kept is not None
+    kept.acknowledged(sent(p.PushTables((0,), (), (p.TablePart(1, 0, 1),))), 0)
+    kept.acknowledged(sent(p.PushTables((0,), (), (p.TablePart(2, 0, 1),))), 0)
+    kept.acknowledged(sent(p.PushRows("kv", "w", 1, (0,), 0, 2, 1)), 0)
+    restore = worker.call(calls.RestoreCheckpoint("kv", "best"))
+    for _ in range(2):
+        worker.scheduler(p.Released(worker.seqs(p.Barrier)[-1]))
+    worker.server(0, p.FoundAll(worker.seqs(p.Find, 0)[-1], (p.Found(1, (2,), 1),)))
+    worker.server(0, p.Declared(worker.seqs(p.Declare, 0)[-1], (p.Place(False, (p.Piece(1, 0, 2),)),)))
+    worker.server(0, p.Pulled(worker.seqs(p.Pull, 0)[-1], 1, 1, False, (p.Stand(0, 2, 3, 3),)))
+    worker.server(0, p.HistoryIs(worker.seqs(p.History, 0)[-1], 0, 0, 0, 0, 0.0, 0, joined=False, restored=3))
+    assert worker.finish(restore).value.cut == 3  # type: ignore[union-attr]
+    chunks = [
+        message.chunk if isinstance(message, p.Push) else message.parts[0].chunk
+        for message in [request.message for request in kept.take(0)]
+        if isinstance(message, p.Push | p.PushTables)
+    ]
+    assert chunks == [2, 2], "those of the other store"
+
+
+@pytest.mark.spec("R499")
+def test_pushes_of_rows_are_kept_by_store() -> None:
+    kept = KeptPushes({})
+    kept.acknowledged(sent(p.PushRows("kv", "r", 1, (0,), 0, 2, 1)), 0)
+    kept.acknowledged(sent(p.PushRows("other", "r", 1, (0,), 7, 2, 1)), 7)
+    stores = [request.message.store for request in kept.take(0)]  # type: ignore[union-attr]
+    assert stores == ["kv", "other"]
