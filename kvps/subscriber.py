@@ -515,13 +515,14 @@ class Subscription:
         """Listen for other readers, if there is something to pass on, and no stranger could come in."""
         if not self._may_relay or self._door is not None or not self._far():
             return
-        host, keys = own_host(self.scheduler, 1.0), self._loaded
-        is_safe = keys is not None or config.is_loopback(f"tcp://{host}") or config.switch("KVPS_INSECURE")
-        if not is_safe:
-            return
+        keys = self._loaded
         try:
+            host = own_host(self.scheduler, 0.0)
+            is_safe = keys is not None or config.is_loopback(f"tcp://{host}")
+            if not is_safe and not config.switch("KVPS_INSECURE"):
+                return
             door = self._door = Door(host, keys, self._reader.envelope())
-        except ConfigError as error:
+        except KvpsError as error:
             log.warning("this reader reads from the servers alone: %s", error)
             return
         self._reader.endpoint, self._reader.on_range = door.endpoint, door.add

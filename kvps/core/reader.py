@@ -323,20 +323,21 @@ class Reader(Core):
         ask = relay.sent.get(message.seq) if isinstance(message, p.Answer) else None
         if ask is None or isinstance(message, p.Elsewhere):
             return
-        if isinstance(message, p.Octets) and hashlib.sha256(packet.payload[0]).hexdigest() == ask.digest:
+        if packet.payload and hashlib.sha256(packet.payload[0]).hexdigest() == ask.digest:
             del relay.sent[ask.seq]
             self._share(ask, packet)
             ask.take(packet)
         else:
-            self._give_up(relay, [ask])
+            self._give_up(relay, [ask], lacks=isinstance(message, p.Error))
 
-    def _give_up(self, relay: Link, asks: Iterable[Ask]) -> None:
-        """Ask the server for what a relay did not give."""
+    def _give_up(self, relay: Link, asks: Iterable[Ask], *, lacks: bool = False) -> None:
+        """Ask the server for what a relay did not give; one that only lacks it may give others more."""
         for ask in asks:
             if relay.sent.pop(ask.seq, None) is None:
                 relay.queued.remove(ask)
-            tries = ask.tries + 1
-            again = replace(_as_read(ask), relays=tries < RELAY_TRIES, without=relay.incarnation, server=0)
+            tries = RELAY_TRIES if lacks else ask.tries + 1
+            without = 0 if lacks else relay.incarnation
+            again = replace(_as_read(ask), relays=tries < RELAY_TRIES, without=without, server=0)
             self._links[ask.server].queued.appendleft(Ask(ask.server, again, ask.take, tries=tries))
 
     def _share(self, ask: Ask, packet: Packet) -> None:

@@ -20,6 +20,10 @@ KEPT_S = 10.0
 """Seconds for which they stay while nobody asks."""
 WAITING_MAX, GIVEN_MAX = 1 << 12, 1 << 16
 """Ranges that others wait for, and requests that are known to have been answered."""
+WAITERS_MAX = 64
+"""Readers that wait for one range."""
+AWAY_BYTES_MAX = 64 << 20
+"""Bytes on their way to others: those that do not read keep them in memory."""
 
 Place = tuple[str, int, int, int, int, int]
 """Publication, version, server, block, start and size."""
@@ -28,6 +32,20 @@ Place = tuple[str, int, int, int, int, int]
 def place_of(server: int, message: p.Read | p.ReadChanges) -> Place:
     """Return which range of a server a request is for."""
     return message.publication, message.number, server, message.block, message.start, message.size
+
+
+class Away:
+    """Bytes on their way to another reader."""
+
+    __slots__ = ("_relay", "_size")
+
+    def __init__(self, relay: Relay, size: int) -> None:
+        self._relay, self._size = relay, size
+        relay.away_bytes += size
+
+    def release(self) -> None:
+        """They have left."""
+        self._relay.away_bytes -= self._size
 
 
 class Relay(Core):
@@ -44,11 +62,19 @@ class Relay(Core):
         self._kept: OrderedDict[Place, memoryview] = OrderedDict()
         """By the time at which they came."""
         self._size = 0
+        self._gone: dict[int, tuple[int, ...]] = {}
+        """By server, the block and start of the last range that was forgotten: they come in order."""
+        self.away_bytes = 0
         self._waiting: dict[Place, dict[Route, int]] = {}
         """The seq of the request of each reader that waits."""
         self._given: set[tuple[Route, int]] = set()
         """The requests that were answered: their repetitions say only that the reader still waits."""
         self._asked_at = 0.0
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for a range; any thread may ask."""
+        return bool(self._waiting)
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> None:
         """Another reader asks for a range."""
@@ -59,8 +85,13 @@ class Relay(Core):
             self._say(route, p.Elsewhere(seq))
         elif place in self._kept:
             self._give(route, seq, place)
-        elif place[:2] != self._version or len(self._waiting) >= WAITING_MAX:
-            self._say(route, p.Error(seq, KeyNotFound.code, "this relay has another version"))
+        elif (
+            place[:2] != self._version
+            or place[3:5] <= self._gone.get(place[2], ())
+            or len(self._waiting) >= WAITING_MAX
+            or len(self._waiting.get(place, ())) >= WAITERS_MAX
+        ):
+            self._refuse(route, seq, "does not have it, or not any more")
         else:
             self._waiting.setdefault(place, {})[route] = seq
             self._say(route, p.Elsewhere(seq))
@@ -69,11 +100,12 @@ class Relay(Core):
         """This reader begins to read a version; if ``number`` is 0, it has read it, and no more will come."""
         for place, readers in self._waiting.items():
             for route, seq in readers.items():
-                self._say(route, p.Error(seq, KeyNotFound.code, f"{place[0]!r} is read no more"))
+                self._refuse(route, seq, f"reads no more of {place[0]!r}")
         self._waiting.clear()
         self._given.clear()
         if number:
             self.on_timer(now)
+            self._gone.clear()
         self._version = publication, number
 
     def on_range(self, place: Place, octets: memoryview, now: float) -> None:
@@ -86,7 +118,7 @@ class Relay(Core):
         for route, seq in self._waiting.pop(place, {}).items():
             self._give(route, seq, place)
         while self._size > KEPT_BYTES_MAX:
-            self._size -= self._kept.popitem(last=False)[1].nbytes
+            self._forget()
 
     def on_end(self, now: float) -> None:
         """This reader needs no relay any more."""
@@ -94,18 +126,33 @@ class Relay(Core):
 
     def on_timer(self, now: float) -> None:
         """Forget what nobody asks for."""
-        self._kept.clear()
-        self._size = 0
+        while self._kept:
+            self._forget()
 
     def deadline(self) -> float | None:
         """Return when what is here is to be forgotten."""
         return self._asked_at + KEPT_S if self._kept else None
 
+    def _forget(self) -> None:
+        """Forget the range that came first."""
+        place, octets = self._kept.popitem(last=False)
+        self._size -= octets.nbytes
+        server, at = place[2], place[3:5]
+        self._gone[server] = max(self._gone.get(server, at), at)
+
     def _give(self, route: Route, seq: int, place: Place) -> None:
+        octets = self._kept[place]
+        if self.away_bytes + octets.nbytes > AWAY_BYTES_MAX:
+            self._refuse(route, seq, "has readers that do not read")
+            return
         if len(self._given) >= GIVEN_MAX:
             self._given.clear()
         self._given.add((route, seq))
-        self._say(route, p.Octets(seq, self._kept[place].nbytes), self._kept[place])
+        packet = Packet(self._envelope, p.Octets(seq, octets.nbytes), (octets,))
+        self.outbox.append(Send(route, packet, Away(self, octets.nbytes)))
 
-    def _say(self, route: Route, message: Message, *payload: memoryview) -> None:
-        self.outbox.append(Send(route, Packet(self._envelope, message, payload)))
+    def _refuse(self, route: Route, seq: int, why: str) -> None:
+        self._say(route, p.Error(seq, KeyNotFound.code, f"this relay {why}"))
+
+    def _say(self, route: Route, message: Message) -> None:
+        self.outbox.append(Send(route, Packet(self._envelope, message)))

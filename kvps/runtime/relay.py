@@ -14,6 +14,9 @@ from kvps.net.zeromq import ZmqTransport
 from kvps.protocol.envelope import Envelope, Role
 
 log = logging.getLogger("kvps")
+BEGIN_MAX_S = 0.5
+"""Seconds for which a reader waits until its relay knows of a version."""
+RANGES_PER_WAKE = 32
 
 
 class Door:
@@ -43,18 +46,35 @@ class Door:
             drive(self._relay, self._transport, self._inbox)
         except KvpsError as error:
             log.warning("this reader passes nothing on any more: %s", error)
-        self._transport.close(0.2)
+        finally:
+            self._transport.close(0.2)
 
     def begin(self, publication: str, number: int) -> None:
-        """A version is about to be read; none if ``number`` is 0."""
-        self._inbox.put(Relay.on_version, publication, number)
+        """A version is about to be read; none if ``number`` is 0.
+
+        The relay knows it when this returns, before anybody can be sent there for it.
+        """
+        is_known = threading.Event()
+
+        def take(relay: Relay, now: float) -> None:
+            relay.on_version(publication, number, now)
+            is_known.set()
+
+        if self._thread.is_alive():
+            self._inbox.put(take)
+            is_known.wait(BEGIN_MAX_S if number else 0.0)
 
     def add(self, place: Place, octets: memoryview) -> None:
-        """A range was read."""
-        self._inbox.put(Relay.on_range, place, octets)
+        """A range was read. The thread is woken if somebody waits for one, or there are many."""
+        if self._thread.is_alive():  # else nobody would take the bytes
+            requests = self._inbox.requests
+            requests.append((Relay.on_range, (place, octets)))
+            if self._relay.is_awaited or len(requests) >= RANGES_PER_WAKE:
+                self._transport.wake()
 
     def close(self) -> None:
         """End the thread."""
-        if self._thread.is_alive():
+        if self._thread.is_alive():  # it is not in a process that was forked
             self._inbox.put(Relay.on_end)
-            self._thread.join(1.0)
+            if threading.current_thread() is not self._thread:  # else a finalizer was called there
+                self._thread.join(1.0)

@@ -225,15 +225,17 @@ def test_readers_of_other_hosts_pass_on_what_they_read(monkeypatch: pytest.Monke
     kvps.shutdown()
 
 
+@pytest.mark.parametrize("what", ["Door", "own_host"])
 def test_reader_that_cannot_listen_reads_from_the_servers(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
     monkeypatch.setenv("KVPS_TRANSPORT", "tcp")  # as of another host
 
     def refuse(*_: object) -> None:
-        raise kvps.ConfigError("there are too few file descriptors")
+        error = kvps.ConfigError if what == "Door" else kvps.SchedulerLost  # by IPv6 there is no way by IPv4
+        raise error("there are too few file descriptors")
 
-    monkeypatch.setattr("kvps.subscriber.Door", refuse)
+    monkeypatch.setattr(f"kvps.subscriber.{what}", refuse)
     with kvps.create("dist_sync") as kv, kvps.subscribe("p") as policy:
         kv.publish("p", {"w": torch.ones(9)})
         assert torch.equal(dict(policy.tensors(LIMIT_S))["w"], torch.ones(9))

@@ -172,6 +172,8 @@ class World:
             elif isinstance(answer.message, p.Octets) and target.lies:
                 answer = answer._replace(payload=(memoryview(bytes(answer.message.size)),))
             size = sum(map(len, answer.payload))
+            if effect.hold is not None:
+                effect.hold.release()
             self.later(target, size, self.arrival(self.hosts[int(rank) - 1], route, answer))
 
     def check(self) -> None:

@@ -347,18 +347,26 @@ def test_relay_is_asked_and_its_bytes_are_passed_on() -> None:
 
 
 @pytest.mark.spec("R589")
-def test_false_bytes_and_refusals_send_a_reader_back_to_the_server() -> None:
+def test_false_bytes_send_a_reader_back_to_the_server() -> None:
     stage = Relayed()
     ((_, seq),) = said(stage.send_elsewhere(), p.Read)
     effects = stage.answer(p.Octets(seq, 8), memoryview(b"abcdefgX"))
     assert reads(effects) == [("server 1", p.Read("policy", 3, 0, 0, 8, True, 5))]
     stage.asked = said(effects, p.Read)
     ((_, seq),) = said(stage.send_elsewhere(6), p.Read)
-    effects = stage.answer(p.Error(seq, KeyNotFound.code, "gone"), route="reader 1")
+    effects = stage.answer(p.Octets(seq, 0), route="reader 1")  # none at all
     assert reads(effects) == [("server 1", p.Read("policy", 3, 0, 0, 8, False, 6))], "no third relay"
     assert stage.read == []
     ((_, seq),) = said(effects, p.Read)
     assert ended(stage.answer(p.Octets(seq, 8), OCTETS, route="server 1"))
+
+
+@pytest.mark.spec("R589")
+def test_relay_that_lacks_a_range_stays_for_others() -> None:
+    stage = Relayed()
+    ((_, seq),) = said(stage.send_elsewhere(), p.Read)
+    effects = stage.answer(p.Error(seq, KeyNotFound.code, "gone"))
+    assert reads(effects) == [("server 1", p.Read("policy", 3, 0, 0, 8, False, 0))]
 
 
 @pytest.mark.spec("R589")

@@ -73,11 +73,39 @@ def test_memory_and_waiting_requests_are_limited(monkeypatch: pytest.MonkeyPatch
     for start in (0, 8, 16):
         stage.comes(start)
     assert stage.ask(16) == [p.Octets(1, 8)]
-    assert stage.ask(0, seq=2) == [p.Elsewhere(2)], "the first came longest ago"
-    assert is_refused(stage.ask(24, seq=3))
+    assert is_refused(stage.ask(0, seq=2)), "it came longest ago, and comes no more"
+    assert stage.ask(24, seq=3) == [p.Elsewhere(3)]
+    assert is_refused(stage.ask(32, seq=4))
     assert stage.core.deadline() == 1.0 + KEPT_S
     stage.core.on_timer(1.0 + KEPT_S)
     assert stage.core.deadline() is None
+    assert is_refused(stage.ask(16, seq=5)), "nobody had asked"
+    assert is_refused(said(taken(stage.core, stage.core.on_version("policy", 4, 20.0))))
+    assert stage.ask(16, seq=6, number=4) == [p.Elsewhere(6)], "of this version it is yet to come"
+
+
+@pytest.mark.spec("R590")
+def test_readers_that_wait_for_one_range_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "WAITERS_MAX", 2)
+    stage = Stage()
+    said = [stage.ask(route=b"%d" % number) for number in range(3)]
+    assert said[:2] == [[p.Elsewhere(1)]] * 2
+    assert is_refused(said[2])
+
+
+@pytest.mark.spec("R590")
+def test_readers_that_do_not_read_keep_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "AWAY_BYTES_MAX", 16)
+    stage = Stage()
+    stage.comes()
+    packet = Packet(Envelope(bytes(16), 0, Role.READER, 9, 9, 1), p.Read("policy", 3, 5, 0, 8, server=1))
+    (first,) = taken(stage.core, stage.core.on_packet(b"r", packet, 1.0))
+    assert stage.ask(seq=2) == [p.Octets(2, 8)]
+    assert is_refused(stage.ask(seq=3))
+    assert isinstance(first, Send)
+    assert first.hold is not None
+    first.hold.release()
+    assert stage.ask(seq=3) == [p.Octets(3, 8)]
 
 
 def test_requests_that_were_answered_are_forgotten_where_they_are_many(
