@@ -42,6 +42,8 @@ LOST_S = 60.0
 """Seconds of silence after which a request is given up."""
 RELAY_AGAIN_S, RELAY_SILENT_S, RELAY_LATE_S = 0.2, 0.8, 5.0
 """Seconds after which a relay is asked again, is given up if it says nothing, and if it only says to wait."""
+RELAY_AVOIDED_S = 60.0
+"""Seconds for which a relay that was silent is not asked, unless it is heard: it may be unreachable."""
 RELAYS_MAX = 32
 """Relays that a reader is connected to."""
 RELAY_TRIES = 2
@@ -89,6 +91,8 @@ class Link:
     is_ready: bool = False
     greeted_at: float = -math.inf
     heard_at: float = 0.0
+    avoided_until: float = 0.0
+    """When this relay, which was silent, is asked again."""
     served_at: float = 0.0
     """When it last answered a request, other than by a refusal."""
     refusal: str = ""
@@ -232,6 +236,8 @@ class Reader(Core):
             self._locate(now)
         for relay in self._relays:
             if now >= relay.failed_at:
+                is_silent = now >= relay.heard_at + RELAY_SILENT_S
+                relay.avoided_until = now + RELAY_AVOIDED_S if is_silent else 0.0
                 self._give_up(relay, [*relay.sent.values(), *relay.queued])
         self._go_on(now)
 
@@ -304,8 +310,12 @@ class Reader(Core):
         if relay is None:
             relay = self._free_relay()
             relay.endpoint, relay.incarnation, relay.is_ready = *place, True
+            relay.avoided_until = 0.0
             self.outbox.append(Connect(relay.route, message.endpoint, False, self.key))
-        relay.queued.append(replace(ask, digest=message.digest, seq=0, sent_at=-math.inf, first_at=math.inf))
+        ask = replace(ask, digest=message.digest, seq=0, sent_at=-math.inf, first_at=math.inf)
+        relay.queued.append(ask)
+        if now < relay.avoided_until:
+            self._give_up(relay, [ask])
 
     def _free_relay(self) -> Link:
         """Return a new link, or that of the relay that was heard longest ago."""
@@ -319,7 +329,7 @@ class Reader(Core):
     def _on_relay(self, relay: Link, packet: Packet, now: float) -> None:
         """A relay has answered: with bytes, that it will have them, or that it will not."""
         message = packet.message
-        relay.heard_at = now
+        relay.heard_at, relay.avoided_until = now, 0.0
         ask = relay.sent.get(message.seq) if isinstance(message, p.Answer) else None
         if ask is None or isinstance(message, p.Elsewhere):
             return

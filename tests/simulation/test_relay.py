@@ -143,6 +143,9 @@ class World:
     def serve(self, host: Host, server: int, packet: Packet) -> None:
         stage = self.stages[server]
         stage.now = self.now
+        if isinstance(packet.message, p.Hello):
+            stage.hear(b"%d" % host.rank, over(packet.envelope, packet.message))
+            stage.hear(b"%d" % host.rank, over(packet.envelope, p.Retain("policy", 1)))
         for said in stage.hear(b"%d" % host.rank, over(packet.envelope, packet.message)):
             answer = Packet(Envelope(stage.job, 0, Role.SERVER, server, 1, 0), said.message, said.payload)
             self.later("servers", sum(map(len, said.payload)), self.arrival(host, f"server {server}", answer))

@@ -19,7 +19,7 @@ Readers that listen pass on what they read. Those that ask for a range stand in 
 they came: the first gets the bytes, and each next one is sent to one before it, on its own host if there is
 one. All ask in the same order, so each is first for some ranges, and all links are in use at
 once. The server tells the digest of the range, so a relay can give nothing else. Nobody is sent to a relay
-that has failed, as long as this version is read.
+that has failed, as long as this version is read, nor to a reader that has left or reads another version.
 
 A return to a cut leaves publications alone: what was published stays what it was.
 """
@@ -41,6 +41,7 @@ from kvps import protocol as p
 from kvps.core.deltas import difference
 from kvps.core.effects import Effect, Note, Route, Send
 from kvps.core.membership_client import MembershipClient, check_protocol
+from kvps.core.relay import KEPT_S
 from kvps.core.server.chunks.slab import Buffer
 from kvps.core.server.context import RequestContext
 from kvps.core.server.memory_budget import MemoryBudget
@@ -600,7 +601,7 @@ class Publications:
             version.failed.add(message.without)
         if message.relays and reader.endpoint:
             place = message.block, start, size
-            relay = self._relay_for(reader, place, version)
+            relay = self._relay_for(reader, place, message)
             if relay is not None:
                 if place not in version.digests:
                     octets = self._octets(block, start, stop, PRIVATE)
@@ -612,16 +613,27 @@ class Publications:
             reader, p.Octets(seq, size), octets, block.buffer if block.as_dtype == block.dtype else None
         )
 
-    @staticmethod
-    def _relay_for(reader: Reader, place: Range, version: Version) -> Reader | None:
-        """Return the reader that has these bytes for another one, or is about to; None for the first."""
+    def _relay_for(self, reader: Reader, place: Range, message: p.Read | p.ReadChanges) -> Reader | None:
+        """Return the reader that has these bytes for another one, or is about to; None for the first.
+
+        One that reads another version by now has them no more, nor has one that has been silent for as long
+        as relays keep them.
+        """
+        name, number = message.publication, message.number
+        version = self.by_name[name].versions[number]
         if len(version.relays) >= RANGES_MAX and place not in version.relays:
             return None
         relays = version.relays.setdefault(place, [])
         at = relays.index(reader) if reader in relays else len(relays)
         if at == len(relays) < RELAYS_MAX:
             relays.append(reader)
-        before = [relay for relay in relays[:at] if relay.rank not in version.failed]
+        before = [
+            relay
+            for relay in relays[:at]
+            if relay.rank not in version.failed
+            and relay.uses.get(name, (0, 0))[0] == number
+            and self.now < relay.heard_at + KEPT_S
+        ]
         near = [relay for relay in before if 0 != relay.machine == reader.machine] or before
         return near[-1 if len(near) < CHAIN else (len(near) - 1) // 2] if near else None
 

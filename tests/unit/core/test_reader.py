@@ -12,6 +12,7 @@ from kvps.core.reader import (
     AGAIN_S,
     LATE_S,
     LOST_S,
+    RELAY_AVOIDED_S,
     RELAY_LATE_S,
     RELAY_SILENT_S,
     RELAYS_MAX,
@@ -379,6 +380,30 @@ def test_silent_relay_is_asked_again_and_then_given_up_with_all_its_ranges() -> 
     back = [read for to, read in reads(effects) if to == "server 1"]
     assert {read.without for read in back} == {5}
     assert {read.start for read in back} == set(range(WINDOW))
+
+
+@pytest.mark.spec("R589")
+@pytest.mark.parametrize("is_back", [True, False])
+def test_relay_that_cannot_be_reached_is_waited_for_once(is_back: bool) -> None:
+    stage = Relayed()
+    ((_, seq),) = said(stage.send_elsewhere(), p.Read)
+    stage.asked = said(stage.wait(RELAY_SILENT_S), p.Read)[-1:]
+    effects = stage.send_elsewhere()
+    assert [to for to, _ in reads(effects)] == ["server 1"], "nobody waits again"
+    (ended,) = taken(stage.core, stage.core.on_packet("server 1", octets_for(effects), stage.now))
+    assert isinstance(ended, Exit)
+    if is_back:
+        stage.answer(p.Octets(seq, 8), OCTETS)
+    else:
+        stage.now += RELAY_AVOIDED_S
+    read = Ask(1, p.Read("policy", 4, 0, 0, 8, True), stage.taking(9))
+    stage.asked = said(taken(stage.core, stage.core.begin([read], 1e9, "reading", stage.now)), p.Read)
+    assert [to for to, _ in reads(stage.send_elsewhere())] == ["reader 0"], "it is asked again"
+
+
+def octets_for(effects: list[Effect]) -> Packet:
+    ((_, seq),) = said(effects, p.Read)
+    return Packet(Envelope(JOB, 0, Role.SERVER, 1, 1, 0), p.Octets(seq, 8), (OCTETS,))
 
 
 @pytest.mark.spec("R589")

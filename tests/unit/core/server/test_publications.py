@@ -13,6 +13,7 @@ from kvps import protocol as p
 from kvps.core.deltas import apply
 from kvps.core.effects import Note
 from kvps.core.limits import Limits
+from kvps.core.relay import KEPT_S
 from kvps.core.server import publications
 from kvps.core.server.publications import LEASE_S, READERS_MAX, WATCHES_MAX
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, Overload, ProtocolError
@@ -601,6 +602,7 @@ class Relays(Stage):
         for rank, machine in enumerate(machines, 1):
             said = self.reader(rank, greeting(role=4, rank=rank, endpoint=f"tcp://r:{rank}", machine=machine))
             assert heard(said, p.Welcome)
+            self.reader(rank, p.Retain("policy", 1))
 
     def sends(self, rank: int, start: int = 0, **fields: object) -> int:
         """Return the rank of the relay that a reader is sent to; 0 if it gets the bytes."""
@@ -648,6 +650,21 @@ def test_relay_that_failed_is_named_no_more() -> None:
     assert server.sends(2, without=1) == 0
     assert server.sends(3, without=1) == 2
     assert server.sends(3, without=2) == 0
+
+
+@pytest.mark.spec("R588")
+def test_readers_that_have_left_or_read_another_version_are_not_named() -> None:
+    server = relays(1, 2, 3)
+    assert [server.sends(rank) for rank in (1, 2, 3)] == [0, 1, 2]
+    server.reader(2, p.Retain("policy", 0))
+    assert server.sends(3) == 1
+    server.publish(2, 3.0, 4.0)
+    server.reader(1, p.Retain("policy", 2))
+    assert server.sends(3) == 0
+    server.reader(1, p.Retain("policy", 1))
+    assert server.sends(3) == 1
+    server.now += KEPT_S
+    assert server.sends(3) == 0, "nothing was heard of it"
 
 
 @pytest.mark.spec("R588")
