@@ -33,6 +33,8 @@ move then. To the scheduler both together leave room before the silence for whic
 FADE_S = 3.0
 """How long the connection by which a member joined stays, in seconds: the scheduler answers along
 it until it has heard the other one, and what it says last, STOP, it says once."""
+RELAY_QUEUE_MAX, RELAY_FRAME_BYTES_MAX = 16, 1 << 20
+"""Messages of a relay, which is only a peer, that may be unread, and the bytes of a frame."""
 NEVER_MS = 24 * 3_600_000
 """The interval of libzmq's own heartbeats: so long that libzmq never judges a connection."""
 
@@ -78,6 +80,9 @@ class OutgoingConnections:
             endpoint = near_door(to.key)
         self._replace(to)
         dealer = self._sockets.new(zmq.DEALER)
+        if name.startswith(f"{Role.READER} "):
+            dealer.setsockopt(zmq.RCVHWM, RELAY_QUEUE_MAX)
+            dealer.setsockopt(zmq.MAXMSGSIZE, RELAY_FRAME_BYTES_MAX)
         self.wired.discard(name)
         if is_wire(endpoint):
             self.wired.add(name)

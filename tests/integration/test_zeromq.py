@@ -16,6 +16,7 @@ from kvps.net.transport import Disconnected
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.protocol.membership import Beat, Probe, Probed, Stop
+from kvps.protocol.publications import Octets, Read
 from kvps.protocol.values import Pulled, Stand
 from kvps.tensors import from_frame, to_frame
 from tests.faults.streams import Stream, TcpProxy
@@ -58,6 +59,33 @@ def test_a_packet_goes_there_and_back(transports):
     name, answer = take(worker)
     assert name == "server 0"
     assert answer.message == Probed((8,), ())
+
+
+class Left:
+    """Counts what has left."""
+
+    count = 0
+
+    def release(self):
+        self.count += 1
+
+
+def test_relay_cannot_fill_the_memory_of_a_reader(transports):
+    relay, reader = transports(LOOPBACK, role=Role.READER), transports(role=Role.READER)
+    reader.connect(Connect("reader 0", relay.endpoint))
+    envelope = Envelope(bytes(16), 0, Role.READER, 1, 1, 1)
+    reader.send("reader 0", Packet(envelope, Read("policy", 1, 0, 0, 8)), None)
+    route, _ = take(relay)
+    size, left = 512 << 10, Left()
+    for _ in range(200):  # of which the reader reads none
+        relay.send(route, Packet(envelope, Octets(1, size), (memoryview(bytes(size)),)), left)
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end and left.count < 150:
+        assert not list(relay.poll(0.05))
+    assert left.count < 150
+    for _ in range(200):
+        assert take(reader)[1].message == Octets(1, size)
+        list(relay.poll(0.0))
 
 
 def test_payload_is_held_until_it_is_read(transports):

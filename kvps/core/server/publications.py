@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
@@ -77,6 +78,8 @@ CHAIN = 16
 """Readers through which a range goes one by one, so that no link carries it twice; the next form a tree."""
 RANGES_MAX, RELAYS_MAX = 1 << 16, 1 << 10
 """Ranges of a version that relays have, and readers that are in the list of one range."""
+ENDPOINT = re.compile(r"tcp://\d{1,3}(\.\d{1,3}){3}:\d{1,5}", re.ASCII)
+"""Where a reader may listen. For a name others would ask a resolver, which may hold up all that they do."""
 WIDTHS = (1, 2, 4, 8)
 """Bytes of an element."""
 
@@ -498,11 +501,8 @@ class Publications:
         match message:
             case p.Hello():
                 check_protocol(message, self._context.me)
-                reader.rank, reader.machine, reader.endpoint = (
-                    envelope.rank,
-                    message.machine,
-                    message.endpoint,
-                )
+                reader.rank, reader.machine = envelope.rank, message.machine
+                reader.endpoint = message.endpoint if ENDPOINT.fullmatch(message.endpoint) else ""
                 welcome = self._member.welcome
                 assert welcome is not None, "admit() looks"
                 sizes = welcome.workers, welcome.servers

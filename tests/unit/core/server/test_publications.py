@@ -600,7 +600,9 @@ class Relays(Stage):
 
     def listen(self, *machines: int) -> None:
         for rank, machine in enumerate(machines, 1):
-            said = self.reader(rank, greeting(role=4, rank=rank, endpoint=f"tcp://r:{rank}", machine=machine))
+            said = self.reader(
+                rank, greeting(role=4, rank=rank, endpoint=f"tcp://10.0.0.9:{rank}", machine=machine)
+            )
             assert heard(said, p.Welcome)
             self.reader(rank, p.Retain("policy", 1))
 
@@ -611,7 +613,7 @@ class Relays(Stage):
         if isinstance(said.message, p.Octets):
             return 0
         assert isinstance(said.message, p.Elsewhere)
-        assert said.message.endpoint == f"tcp://r:{said.message.relay}"
+        assert said.message.endpoint == f"tcp://10.0.0.9:{said.message.relay}"
         assert said.message.digest == hashlib.sha256(self.octets[start : start + 4]).hexdigest()
         return said.message.relay
 
@@ -665,6 +667,15 @@ def test_readers_that_have_left_or_read_another_version_are_not_named() -> None:
     assert server.sends(3) == 1
     server.now += KEPT_S
     assert server.sends(3) == 0, "nothing was heard of it"
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://slow.example:1", "tcp://10.0.0.1:1;10.0.0.2:1", "ipc://x", "x" * 4000]
+)
+def test_readers_are_sent_to_no_place_but_an_address(endpoint: str) -> None:
+    server = relays(1, 2)
+    server.reader(1, greeting(role=4, rank=1, endpoint=endpoint, machine=1))
+    assert [server.sends(rank) for rank in (1, 2)] == [0, 0]
 
 
 @pytest.mark.spec("R588")
