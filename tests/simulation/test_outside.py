@@ -134,8 +134,8 @@ def test_worker_is_replaced_at_each_packet(mode: str, way: str, dies_again: bool
 
 @pytest.mark.spec("R578")
 @pytest.mark.parametrize("way", ["pushpull", "push, pull", "again"])
-def test_standbys_take_the_seats_while_a_replacement_starts_or_enters(way: str) -> None:
-    """A standby knows which replacements do not count yet."""
+def test_standbys_take_the_seats_before_a_replacement_starts_or_as_it_enters(way: str) -> None:
+    """A standby knows which replacements do not count yet, and that later ones do not."""
     job = Shrinking("sync", way, Faults(in_order=True), replicas=1)
 
     def lose(server: int) -> None:
@@ -145,7 +145,7 @@ def test_standbys_take_the_seats_while_a_replacement_starts_or_enters(way: str) 
         job.cluster.network.kill(primary)
 
     enters = 2.5 + STARTS_S
-    for after in [3.5, 5.5, *[enters + tick / 250 for tick in of_today(24)]]:
+    for after in [0.5, 3.5, 5.5, *[enters + tick / 250 for tick in of_today(24)]]:
 
         def strike(after: float = after) -> None:
             job.cluster.kill(1)

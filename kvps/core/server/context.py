@@ -94,6 +94,8 @@ class RequestContext:
         """By store, as of the view and the joins that it was made of."""
         self.outside: dict[str, frozenset[int]] = {}
         """Store that goes on without lost workers -> the ranks whose replacement has not entered it."""
+        self.was_copied = False
+        """The stores are those of another server, which has met all ranks."""
         self.has_news = False
         """Something was set or refused that another pending request may wait for."""
         self._spoken_in = member.view
@@ -226,7 +228,8 @@ class RequestContext:
         if old is not None:
             old.pending.clear()
         # All wait for the successor of a process that this server has not met: perhaps the job was forming.
-        is_late = old is not None or any(rank in ranks for ranks in self.outside.values())
+        was_outside = any(rank in ranks for ranks in self.outside.values())
+        is_late = old is not None or was_outside or self.was_copied
         for store in self.stores.values() if before else ():
             if is_late and store.opened.on_worker_lost == "shrink":
                 self.leave_outside(store, self.outside.get(store.name, frozenset()) | {rank})
