@@ -51,6 +51,8 @@ RELAY_TRIES = 2
 WINDOW = 3
 """Requests under way to one server, each of up to 8 MiB. With the answers that were read and are not given
 back yet, they stay below what a server has on its way to one reader."""
+RELAYED_WINDOW = 8
+"""The same, of requests for ranges that relays may have: they are small, and a server may be far away."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +71,12 @@ class Ask:
     """When the relay was asked first."""
     tries: int = 0
     """Relays that did not give them."""
+
+    @property
+    def window(self) -> int:
+        """How many requests may be under way with it."""
+        is_small = isinstance(self.message, p.Read | p.ReadChanges) and self.message.relays
+        return RELAYED_WINDOW if is_small else WINDOW
 
     @property
     def again_at(self) -> float:
@@ -379,7 +387,7 @@ class Reader(Core):
     def _send_due(self, link: Link, now: float) -> None:
         """Send what is to be sent along a link now, again or for the first time."""
         due = [ask for ask in link.sent.values() if now >= ask.again_at]
-        while link.queued and len(link.sent) < WINDOW:
+        while link.queued and len(link.sent) < link.queued[0].window:
             ask = link.queued.popleft()
             ask.seq, ask.first_at = ask.seq or self._next(), now
             link.sent[ask.seq] = ask

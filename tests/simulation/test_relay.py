@@ -201,6 +201,15 @@ def test_servers_send_a_version_once_to_readers_of_four_hosts() -> None:
     assert max(host.done_at for host in world.hosts) - begun < 1.5 * 2 * BLOCK / LINK
 
 
+def test_reader_far_away_is_not_slowed_down_by_small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.simulation.test_relay.DELAY_S", 0.04)  # four ranges leave in that time
+    world = World([1])
+    begun = world.now
+    world.run()
+    world.check()
+    assert world.hosts[0].done_at - begun < 1.5 * 2 * BLOCK / LINK
+
+
 def test_readers_of_one_host_share_what_came_to_it() -> None:
     world = World([1, 1, 1, 2, 2, 2])
     world.run()

@@ -15,6 +15,7 @@ from kvps.core.reader import (
     RELAY_AVOIDED_S,
     RELAY_LATE_S,
     RELAY_SILENT_S,
+    RELAYED_WINDOW,
     RELAYS_MAX,
     WATCH_AGAIN_S,
     WINDOW,
@@ -360,6 +361,13 @@ def test_false_bytes_send_a_reader_back_to_the_server() -> None:
     assert stage.read == []
     ((_, seq),) = said(effects, p.Read)
     assert ended(stage.answer(p.Octets(seq, 8), OCTETS, route="server 1"))
+
+
+def test_more_requests_are_under_way_where_they_are_small() -> None:
+    stage = Relayed(RELAYED_WINDOW + 1)
+    assert len(stage.asked) == RELAYED_WINDOW
+    effects = [effect for index in range(RELAYED_WINDOW) for effect in stage.send_elsewhere(index=index)]
+    assert [to for to, _ in reads(effects)].count("reader 0") == RELAYED_WINDOW
 
 
 @pytest.mark.spec("R589")
