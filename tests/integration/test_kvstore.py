@@ -342,7 +342,7 @@ BAD_CALLS = [
     (lambda kv: kv.push("w", np.ones(2)), kvps.Mismatch, "float64"),
     (lambda kv: kv.push("w", np.ones(2, np.complex64)), kvps.Mismatch, "complex64"),
     (lambda kv: kv.push("w", torch.ones(2, dtype=torch.cfloat)), kvps.Mismatch, "complex64"),
-    (lambda kv: kv.push("w", torch.ones(2).to_sparse()), kvps.Mismatch, "dense"),
+    (lambda kv: kv.push("w", torch.ones(2).to_sparse()), kvps.Mismatch, "two or more dimensions"),
     (lambda kv: kv.push("w", 1.0), kvps.Mismatch, "float"),
     (lambda kv: kv.push("w", [1.0, 2.0]), kvps.Mismatch, "torch.Tensor"),
     (lambda kv: kv.push("w", []), kvps.ConfigError, "empty"),

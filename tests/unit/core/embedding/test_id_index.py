@@ -25,6 +25,8 @@ def test_slots_of_dropped_ids_are_used_again_first() -> None:
     index.check()
     assert index.find(np.arange(10)).tolist() == [0, 1, -1, 3, 4, -1, 6, -1, 8, 9]
     index.drop(np.array([9]))
+    index.drop(np.array([], np.int64))
+    assert index.drops == 2, "to drop none is no drop"
     index.check()
     assert index.add(np.array([100, 101])).tolist() == [9, 2]
     index.check()

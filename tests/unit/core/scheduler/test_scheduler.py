@@ -344,6 +344,13 @@ class TestResume:
         (error,) = sent(self.resume(stage, "s0"), Error)
         assert "only a worker may" in error.text
 
+    @pytest.mark.spec("R16")
+    def test_worker_that_has_left_cannot_resume(self) -> None:
+        stage = running()
+        stage.leave("w1", done=True)
+        (error,) = sent(self.resume(stage, "w1"), Error)
+        assert "worker 1 has left; it cannot resume" in error.text
+
 
 class TestBarrier:
     @pytest.mark.spec("R127")
