@@ -59,7 +59,7 @@ STOP_MAX_S = 10.0
 """Seconds that a process may take to end when it is asked to; more than kvps-worker gives its command."""
 DONE_MAX_S = 10.0
 """How long servers and scheduler may take to end when every worker has."""
-LATE_MAX_S = 1.0
+LATE_MAX_S = 0.3
 """How long servers may take when the scheduler has: one that still runs came after the job."""
 
 

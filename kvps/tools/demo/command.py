@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 NAME = "kvps demo"
-STEPS, STEPS_MIN = 300, 60
+STEPS, STEPS_MIN = 200, 60
 LATER = 3
 """Steps after a kill until the killed process was needed: the first of them may have had its push before."""
 STATUS_MAX_S = 5.0
