@@ -32,7 +32,7 @@ from kvps.core.manifest import Published
 from kvps.core.reader import Ask, Reader
 from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, ProtocolError, Timeout
 from kvps.net.driver import Inbox, drive
-from kvps.net.transport import Refused, Unserved
+from kvps.net.transport import Refused, Transport, Unserved
 from kvps.phrases import some_of
 from kvps.protocol.envelope import KEY_MAX, Packet, Role
 from kvps.runtime.key_files import load_if_any
@@ -130,6 +130,9 @@ class Subscription:
         self._door: Door | None = None
         """Where other readers get what this one has read."""
         self._transport, _, _ = open_transport(keys=loaded)
+        # The collector could end ZeroMQ's context before its sockets, and wait for ever.
+        self._forgotten = weakref.finalize(self, _forget, self._transport, os.getpid())
+        self._forgotten.atexit = False
         me = own_identity(Role.READER, address, loaded)
         me = replace(me, rank=secrets.randbits(32), incarnation=secrets.randbits(62) + 1)
         self._reader = Reader(me)
@@ -432,6 +435,7 @@ class Subscription:
                 with suppress(KvpsError):
                     self._ask(asks, time.monotonic() + 1.0, "close()")
             self._is_closed, self._tensors, self._memory, self._served = True, None, None, {}
+            self._forgotten.detach()
             self._transport.close(0.2)
             if self._door is not None:
                 self._door.close()
@@ -544,6 +548,12 @@ class Subscription:
                 pass
         if self._reader.error is not None:
             raise self._reader.error
+
+
+def _forget(transport: Transport, pid: int) -> None:
+    """Close the connections of a subscription that nobody has closed, in the process that made it."""
+    if os.getpid() == pid:
+        transport.close(0.0)
 
 
 def _cluster_here() -> Any:

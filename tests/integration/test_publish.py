@@ -1,10 +1,12 @@
 """publish() and subscribe(): weights for processes that are no members, over real sockets and shared memory."""
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -417,6 +419,20 @@ def test_forked_process_is_refused_and_harms_nothing() -> None:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert [name for name, _ in policy.tensors(timeout=LIMIT_S)] == ["w"]
+    kvps.shutdown()
+
+
+def test_forgotten_subscription_in_a_cycle_is_collected() -> None:
+    """The collector may end ZeroMQ's context before its sockets; that would wait for ever."""
+    with kvps.create("dist_sync") as kv:
+        kv.publish("policy", model())
+        subscription = kvps.subscribe("policy")
+        assert subscription.wait(timeout=LIMIT_S) == 1
+        subscription.itself = subscription  # type: ignore[attr-defined]
+        forgotten = weakref.ref(subscription)
+        del subscription
+        gc.collect()
+        assert forgotten() is None
     kvps.shutdown()
 
 
