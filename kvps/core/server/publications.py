@@ -444,9 +444,11 @@ class Publications:
             for number in reader.uses.get(name, ()):
                 heard_at[number] = max(heard_at.get(number, 0.0), reader.heard_at)
         spare = self._spare(publication)
-        if self.now < self.keeps_until:
-            heard_at = dict.fromkeys(spare, 0.0) | heard_at
-        used = [n for n in spare if n in heard_at and publication.versions[n].completed_at is not None]
+        completed = {n: at for n in spare if (at := publication.versions[n].completed_at) is not None}
+        if self.now < self.keeps_until:  # the former holder of the seat may have given these to readers
+            got_at = self.keeps_until - LEASE_S
+            heard_at = {n: 0.0 for n, at in completed.items() if at <= got_at} | heard_at
+        used = [n for n in completed if n in heard_at]
         used.sort(key=heard_at.__getitem__)
         for number in {*spare} - {*used[-READ_ONLY_MAX:]}:
             self._drop(publication, number)

@@ -182,6 +182,28 @@ def test_a_promoted_standby_serves_what_readers_use() -> None:
     assert number == 4
 
 
+@pytest.mark.spec("R555")
+def test_versions_of_before_the_loss_stay_for_readers_that_come_late() -> None:
+    both = Published()
+    both.pair.level()
+    both.publish(1, 7.0, 8.0)
+    reader(both.pair.primary, greeting(role=4))
+    reader(both.pair.primary, p.Retain("policy", 1, True))
+    for number in (2, 3, 4):
+        both.publish(number, 1.0)
+    both.pair.promote()
+    other = both.pair.primary = both.pair.standby
+    other.now += 0.1
+    for number in range(5, 25):
+        both.freeze(number)
+        both.put(number, 1.0)
+        both.announce(number)
+    assert sorted(other.server.publications.by_name["policy"].versions) == [1, 3, 4, 23, 24]
+    reader(other, greeting(role=4))
+    (said,) = reader(other, p.Read("policy", 1, 100, 0, 8))
+    assert from_frame(said.payload[0], "float32").tolist() == [7.0, 8.0]
+
+
 @pytest.mark.spec("R552")
 def test_a_new_copy_begins_without_the_versions_of_the_last() -> None:
     both = Published()
