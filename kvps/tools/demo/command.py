@@ -3,7 +3,7 @@
 Trains a small network with 2 workers and 2 servers, each of which has a copy in the other's process. On the way it
 kills a worker and a server with SIGKILL, and says how long no round closed. Both servers count what they
 apply: at the end each step of each worker must be there, and once. It downloads nothing, and takes about
-ten seconds.
+fifteen seconds.
 
 examples:
   kvps demo
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 NAME = "kvps demo"
 STEPS, STEPS_MIN = 200, 60
 LATER = 3
-"""Steps after a kill until the killed process was needed: the first of them may have had its push before."""
+"""Rounds after a kill that are measured: the push of the killed process may have been in the first of them."""
 STATUS_MAX_S = 5.0
 HTTP = "127.0.0.1:0"
 INSECURE = "let other machines read the dashboard; KVPS_INSECURE=1"
@@ -149,7 +149,7 @@ class Show:
                         self._console.print(line, end="", markup=False)
 
     def _on_step(self, step: int, at: float) -> None:
-        """Kill whom it is time to kill; measure how long the rounds stood still."""
+        """Kill the next process when it is due; measure how long no round closed."""
         before, self._closed_at = self._closed_at, at
         kill = self._due[0] if self._due else None
         if kill is None or step < kill.step:
