@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from kvps import protocol as p
 from kvps.core.effects import Connect, Core, CoreOutbox, Exit, Note, Route, Send
 from kvps.core.membership_client import ASK_DOCTOR, EXIT_TEMPORARY, SCHEDULER, Identity
-from kvps.core.relay import Place, place_of
+from kvps.core.relay import RelayedRange, relayed_range
 from kvps.errors import (
     KeyNotFound,
     KvpsError,
@@ -88,12 +88,12 @@ class Ask:
 
 @dataclass(slots=True)
 class Link:
-    """The connection to one server."""
+    """The connection to one server, or to a relay."""
 
     route: str
     endpoint: str = ""
-    incarnation: int = 0
-    """The rank, if it is a relay."""
+    identity: int = 0
+    """The incarnation of a server, or the number that a relay has among readers."""
     is_near: bool = False
     """It is on this host."""
     is_ready: bool = False
@@ -146,7 +146,7 @@ class Reader(Core):
         """Where this process relays; empty if it does not, and is sent to no relay."""
         self.key = ""
         """The public key of all relays; empty without keys."""
-        self.on_range: Callable[[Place, memoryview], None] = lambda place, octets: None
+        self.on_range: Callable[[RelayedRange, memoryview], None] = lambda place, octets: None
         """Hears of each range that others may have from here."""
         self._seq = 0
         self._is_connected = False
@@ -274,8 +274,8 @@ class Reader(Core):
                     name = f"server {member.rank}"
                     link = self._links.setdefault(member.rank, Link(name, heard_at=now))
                     place = member.endpoint, member.incarnation
-                    if (link.endpoint, link.incarnation) != place:
-                        link.endpoint, link.incarnation = place
+                    if (link.endpoint, link.identity) != place:
+                        link.endpoint, link.identity = place
                         link.is_ready, link.greeted_at = False, -math.inf
                         for ask in link.sent.values():
                             ask.sent_at = -math.inf
@@ -314,10 +314,10 @@ class Reader(Core):
     def _on_elsewhere(self, ask: Ask, message: p.Elsewhere, now: float) -> None:
         """A relay has what was asked for, or is about to."""
         place = message.endpoint, message.relay
-        relay = next((link for link in self._relays if (link.endpoint, link.incarnation) == place), None)
+        relay = next((link for link in self._relays if (link.endpoint, link.identity) == place), None)
         if relay is None:
             relay = self._free_relay()
-            relay.endpoint, relay.incarnation, relay.is_ready = *place, True
+            relay.endpoint, relay.identity, relay.is_ready = *place, True
             relay.avoided_until = 0.0
             self.outbox.append(Connect(relay.route, message.endpoint, False, self.key))
         ask = replace(ask, digest=message.digest, seq=0, sent_at=-math.inf, first_at=math.inf)
@@ -354,7 +354,7 @@ class Reader(Core):
             if relay.sent.pop(ask.seq, None) is None:
                 relay.queued.remove(ask)
             tries = RELAY_TRIES if lacks else ask.tries + 1
-            without = 0 if lacks else relay.incarnation
+            without = 0 if lacks else relay.identity
             again = replace(_as_read(ask), relays=tries < RELAY_TRIES, without=without, server=0)
             self._links[ask.server].queued.appendleft(Ask(ask.server, again, ask.take, tries=tries))
 
@@ -362,7 +362,7 @@ class Reader(Core):
         """Keep bytes for others, if they may ask for them."""
         if isinstance(packet.message, p.Octets) and self.endpoint and not packet.loans:
             assert isinstance(ask.message, p.Read | p.ReadChanges)
-            self.on_range(place_of(ask.server, ask.message), packet.payload[0])
+            self.on_range(relayed_range(ask.server, ask.message), packet.payload[0])
 
     def _go_on(self, now: float) -> None:
         """Send what may be sent; exit if nothing is left to do."""
@@ -456,4 +456,6 @@ def _as_read(ask: Ask) -> p.Read:
     """Return the request for all bytes, as it goes to a relay."""
     message = ask.message
     assert isinstance(message, p.Read | p.ReadChanges)
-    return p.Read(*place_of(0, message)[:2], *place_of(0, message)[3:], server=ask.server)
+    return p.Read(
+        message.publication, message.number, message.block, message.start, message.size, server=ask.server
+    )

@@ -25,11 +25,11 @@ WAITERS_MAX = 64
 AWAY_BYTES_MAX = 64 << 20
 """Bytes on their way to others: those that do not read keep them in memory."""
 
-Place = tuple[str, int, int, int, int, int]
+RelayedRange = tuple[str, int, int, int, int, int]
 """Publication, version, server, block, start and size."""
 
 
-def place_of(server: int, message: p.Read | p.ReadChanges) -> Place:
+def relayed_range(server: int, message: p.Read | p.ReadChanges) -> RelayedRange:
     """Return which range of a server a request is for."""
     return message.publication, message.number, server, message.block, message.start, message.size
 
@@ -59,13 +59,13 @@ class Relay(Core):
         self.outbox = CoreOutbox()
         self._envelope = envelope
         self._version: tuple[str, int] = ("", 0)
-        self._kept: OrderedDict[Place, memoryview] = OrderedDict()
+        self._kept: OrderedDict[RelayedRange, memoryview] = OrderedDict()
         """By the time at which they came."""
         self._size = 0
         self._gone: dict[int, tuple[int, ...]] = {}
         """By server, the block and start of the last range that was forgotten: they come in order."""
         self.away_bytes = 0
-        self._waiting: dict[Place, dict[Route, int]] = {}
+        self._waiting: dict[RelayedRange, dict[Route, int]] = {}
         """The seq of the request of each reader that waits."""
         self._given: set[tuple[Route, int]] = set()
         """The requests that were answered: their repetitions say only that the reader still waits."""
@@ -80,7 +80,7 @@ class Relay(Core):
         """Another reader asks for a range."""
         message, seq = packet.message, packet.envelope.seq
         assert isinstance(message, p.Read), "the permissions say so"
-        self._asked_at, place = now, place_of(message.server, message)
+        self._asked_at, place = now, relayed_range(message.server, message)
         if (route, seq) in self._given:
             self._say(route, p.Elsewhere(seq))
         elif place in self._kept:
@@ -108,7 +108,7 @@ class Relay(Core):
             self._gone.clear()
         self._version = publication, number
 
-    def on_range(self, place: Place, octets: memoryview, now: float) -> None:
+    def on_range(self, place: RelayedRange, octets: memoryview, now: float) -> None:
         """A range came."""
         if place in self._kept:
             return
@@ -140,7 +140,7 @@ class Relay(Core):
         server, at = place[2], place[3:5]
         self._gone[server] = max(self._gone.get(server, at), at)
 
-    def _give(self, route: Route, seq: int, place: Place) -> None:
+    def _give(self, route: Route, seq: int, place: RelayedRange) -> None:
         octets = self._kept[place]
         if self.away_bytes + octets.nbytes > AWAY_BYTES_MAX:
             self._refuse(route, seq, "has readers that do not read")

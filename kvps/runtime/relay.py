@@ -6,7 +6,7 @@ import logging
 import threading
 
 from kvps import config
-from kvps.core.relay import Place, Relay
+from kvps.core.relay import Relay, RelayedRange
 from kvps.errors import KvpsError
 from kvps.net.driver import Inbox, drive
 from kvps.net.zap import Keys
@@ -64,7 +64,7 @@ class Door:
             self._inbox.put(take)
             is_known.wait(BEGIN_MAX_S if number else 0.0)
 
-    def add(self, place: Place, octets: memoryview) -> None:
+    def add(self, place: RelayedRange, octets: memoryview) -> None:
         """A range was read. The thread is woken if somebody waits for one, or there are many."""
         if self._thread.is_alive():  # else nobody would take the bytes
             requests = self._inbox.requests

@@ -18,7 +18,7 @@ import kvps
 import kvps.torch
 from kvps.core import manifest
 from kvps.core.effects import Route
-from kvps.core.relay import Place, Relay
+from kvps.core.relay import Relay, RelayedRange
 from kvps.dtypes import Spec
 from kvps.subscriber import digest_of
 
@@ -199,7 +199,7 @@ def test_readers_of_other_hosts_pass_on_what_they_read(monkeypatch: pytest.Monke
     given: list[int] = []
     give = Relay._give
 
-    def count(relay: Relay, route: Route, seq: int, place: Place) -> None:
+    def count(relay: Relay, route: Route, seq: int, place: RelayedRange) -> None:
         given.append(place[-1])
         give(relay, route, seq, place)
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvps.core.relay import Place
+from kvps.core.relay import RelayedRange
 from kvps.protocol.envelope import Envelope, Role
 from kvps.runtime import relay
 from kvps.runtime.relay import Door
 
-PLACE: Place = ("policy", 3, 0, 0, 0, 4)
+PLACE: RelayedRange = ("policy", 3, 0, 0, 0, 4)
 
 
 @pytest.fixture
