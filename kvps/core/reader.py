@@ -117,6 +117,11 @@ class Link:
         return min([self.heard_at + LATE_S, *[at + UNANSWERED_S for at in unheard]])
 
     @property
+    def asks(self) -> list[Ask]:
+        """The requests that are to be answered along it."""
+        return [*self.sent.values(), *self.queued]
+
+    @property
     def failed_at(self) -> float:
         """When this relay is to be given up."""
         first = min([ask.first_at for ask in self.sent.values()], default=math.inf)
@@ -246,7 +251,7 @@ class Reader(Core):
             if now >= relay.failed_at:
                 is_silent = now >= relay.heard_at + RELAY_SILENT_S
                 relay.avoided_until = now + RELAY_AVOIDED_S if is_silent else 0.0
-                self._give_up(relay, [*relay.sent.values(), *relay.queued])
+                self._give_up(relay, relay.asks)
         self._go_on(now)
 
     def deadline(self) -> float:
@@ -283,11 +288,7 @@ class Reader(Core):
                         link.is_near = 0 != member.machine == self._me.machine
                         self.outbox.append(Connect(name, member.endpoint, link.is_near, key))
                 self.servers = len(members)
-                asked = [
-                    ask
-                    for link in (*self._links.values(), *self._relays)
-                    for ask in (*link.queued, *link.sent.values())
-                ]
+                asked = [ask for link in (*self._links.values(), *self._relays) for ask in link.asks]
                 if before not in (bytes(16), self.job) and any(type(a.message) is not p.Watch for a in asked):
                     text = (
                         f"{self._what}: another job is at {self._me.scheduler} by now, with its own versions"
@@ -331,7 +332,7 @@ class Reader(Core):
             self._relays.append(Link(f"reader {len(self._relays)}"))
             return self._relays[-1]
         relay = min(self._relays, key=lambda link: (len(link.queued) + len(link.sent), link.heard_at))
-        self._give_up(relay, [*relay.sent.values(), *relay.queued])
+        self._give_up(relay, relay.asks)
         return relay
 
     def _on_relay(self, relay: Link, packet: Packet, now: float) -> None:
@@ -456,6 +457,5 @@ def _as_read(ask: Ask) -> p.Read:
     """Return the request for all bytes, as it goes to a relay."""
     message = ask.message
     assert isinstance(message, p.Read | p.ReadChanges)
-    return p.Read(
-        message.publication, message.number, message.block, message.start, message.size, server=ask.server
-    )
+    publication, number, server, block, start, size = relayed_range(ask.server, message)
+    return p.Read(publication, number, block, start, size, server=server)

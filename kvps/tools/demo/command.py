@@ -93,9 +93,7 @@ def main(argv: Sequence[str]) -> int:
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(
-        "2 workers and 2 servers train on this machine; each server has a copy in the other's process"
-    )
+    console.print("2 workers and 2 servers train here; each server has a copy in the other's process")
     words = f"-n 2 -s 2 --replicas 1 --max-restarts 1 --http {http} --log-format text".split()
     words += ["--log-level", "error" if level == "warning" else level]  # the kills are no news
     insecure = ["--insecure"] if flags.is_insecure(parsed) else []
