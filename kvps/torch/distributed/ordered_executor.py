@@ -114,6 +114,10 @@ class OrderedExecutor:
             run.failure = error
             self._end_confirmed(run)
 
+    def abort(self, group: str) -> None:
+        """End the collectives of a group, as if it were destroyed."""
+        self.fail(group, _destroyed(group))
+
     def close(self) -> None:
         """End the thread after its present step; fail collectives in flight, and refuse later ones."""
         self._is_closed = True

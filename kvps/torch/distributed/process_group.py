@@ -170,6 +170,7 @@ class ProcessGroup(dist.ProcessGroup):
         any other is over.
         """
         if self._change is None:
+            self._tracks.abort(self._label)  # before its stores end them by errors of their own
             self._on_shutdown()
         elif self._has_members:
             self._tracks.close()

@@ -1,12 +1,15 @@
 """When which step of a collective is made."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvps.errors import ConfigError, Mismatch, WorkerLost
 from kvps.runtime.ticket import Ticket
 from kvps.torch.distributed.ordered_executor import OrderedExecutor, Steps
+from kvps.torch.distributed.process_group import ProcessGroup
 from kvps.torch.distributed.work import Work
 
 
@@ -163,6 +166,18 @@ def test_a_group_that_fails_ends_all_its_works_and_no_others(tracks: OrderedExec
     late = Work("late", [])
     tracks.begin("w", steps(log, "late"), late, "g")
     assert late.exception() is error
+
+
+def test_aborted_group_ends_its_calls_before_its_stores_do(tracks: OrderedExecutor) -> None:
+    ticket, work = Ticket(), Work("one", [])
+    group = ProcessGroup("g", 0, 2, lambda: ticket.end(None, ConfigError("the store was closed")))
+    members: Any = SimpleNamespace(ranks=(0, 1), name="g", rank=0)
+    checker: Any = SimpleNamespace(calls=lambda *_: None)
+    group.enter(members, tracks, checker)
+    tracks.begin("x", steps([], "a", [ticket]), work, "g")
+    group.abort()
+    with pytest.raises(ConfigError, match="process group 'g' was destroyed"):
+        work.wait()
 
 
 def test_steps_under_way_fail_at_the_end_and_none_begin_after_it() -> None:
