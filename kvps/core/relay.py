@@ -8,6 +8,8 @@ else is refused, and read from the server.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvps import protocol as p
 from kvps.core.effects import Core, CoreOutbox, Exit, Route, Send
@@ -34,18 +36,12 @@ def relayed_range(server: int, message: p.Read | p.ReadChanges) -> RelayedRange:
     return message.publication, message.number, server, message.block, message.start, message.size
 
 
+@dataclass(frozen=True, slots=True)
 class Away:
-    """Bytes on their way to another reader."""
+    """Bytes on their way to a reader."""
 
-    __slots__ = ("_relay", "_size")
-
-    def __init__(self, relay: Relay, size: int) -> None:
-        self._relay, self._size = relay, size
-        relay.away_bytes += size
-
-    def release(self) -> None:
-        """They have left."""
-        self._relay.away_bytes -= self._size
+    release: Callable[[], None]
+    """They have been read, or nobody will read them."""
 
 
 class Relay(Core):
@@ -148,8 +144,13 @@ class Relay(Core):
         if len(self._given) >= GIVEN_MAX:
             self._given.clear()
         self._given.add((route, seq))
+
+        def release() -> None:
+            self.away_bytes -= octets.nbytes
+
+        self.away_bytes += octets.nbytes
         packet = Packet(self._envelope, p.Octets(seq, octets.nbytes), (octets,))
-        self.outbox.append(Send(route, packet, Away(self, octets.nbytes)))
+        self.outbox.append(Send(route, packet, Away(release)))
 
     def _refuse(self, route: Route, seq: int, why: str) -> None:
         self._say(route, p.Error(seq, KeyNotFound.code, f"this relay {why}"))

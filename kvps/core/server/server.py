@@ -37,6 +37,7 @@ from kvps.core.server.ingest import Ingest
 from kvps.core.server.measured import TELL_MAX, measure, of_beat, old_round
 from kvps.core.server.meter import Meter
 from kvps.core.server.publications import LEASE_S, Publications
+from kvps.core.server.readers import Readers
 from kvps.core.server.replicas.handover import Handover
 from kvps.core.server.replicas.primary import Replicator
 from kvps.core.server.replicas.standby import Follower
@@ -122,7 +123,8 @@ class Server(Core):
         self._threads = threads
         self._memory_limit = memory_limit
         self._limits = limits
-        self.publications = Publications(self.member, self._outbox)
+        self.publications = Publications(self.member)
+        self.readers = Readers(self.publications, self.member, self._outbox)
         self._tier = tier
         self._replicator: Replicator | None = None
         """Copies what is held here to the standby; None without replicas."""
@@ -168,7 +170,7 @@ class Server(Core):
         if route == SCHEDULER or kind in ANSWERS:
             return True
         if envelope.role is Role.READER:
-            return self.publications.admit(envelope, kind)
+            return self.readers.admit(envelope, kind)
         if not self._serves(envelope, kind):
             return False
         if isinstance(route, str):  # our own connection: only a primary has to say more than answers there
@@ -189,7 +191,7 @@ class Server(Core):
                     if self._replicator is not None:
                         self._replicator.note(packet.message)
                 elif packet.envelope.role is Role.READER:
-                    self.publications.on_reader(route, packet, now)
+                    self.readers.on_reader(route, packet, now)
                 else:
                     self._on_server(route, packet, now)
             except KvpsError as error:
@@ -273,7 +275,7 @@ class Server(Core):
             self._next_look = now + LOOK_EVERY_S
             self._look(now)
             if self._follower is None:
-                self.publications.expire(now)
+                self.readers.expire(now)
             self.rules.report(is_due=True)
         if now >= self.publications.settle_at:
             self.publications.settle()

@@ -14,8 +14,9 @@ from kvps.core.deltas import apply
 from kvps.core.effects import Note
 from kvps.core.limits import Limits
 from kvps.core.relay import KEPT_S
-from kvps.core.server import publications
-from kvps.core.server.publications import LEASE_S, READERS_MAX, WATCHES_MAX
+from kvps.core.server import publications, readers
+from kvps.core.server.publications import LEASE_S
+from kvps.core.server.readers import READERS_MAX, WATCHES_MAX
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, Overload, ProtocolError
 from kvps.protocol.envelope import Envelope, Message, Role
 from kvps.protocol.publications import READ_BYTES_MAX
@@ -338,18 +339,18 @@ def test_bytes_on_their_way_are_limited(monkeypatch: pytest.MonkeyPatch) -> None
     server.announce(1)
     served = server.server.publications
     (reader,) = served.readers.values()
-    monkeypatch.setattr(publications, "AWAY_BYTES_MAX", 3)
+    monkeypatch.setattr(readers, "AWAY_BYTES_MAX", 3)
     assert not server.read(1, 9, 4)
-    monkeypatch.setattr(publications, "AWAY_BYTES_MAX", 4)
+    monkeypatch.setattr(readers, "AWAY_BYTES_MAX", 4)
     assert server.read(1, 9, 4)
     assert server.read(1, chunk, 4)
-    monkeypatch.setattr(publications, "COPIES_BYTES_MAX", 3)
-    monkeypatch.setattr(publications, "AWAY_BYTES_MAX", 5)
+    monkeypatch.setattr(readers, "COPIES_BYTES_MAX", 3)
+    monkeypatch.setattr(readers, "AWAY_BYTES_MAX", 5)
     reader.away_bytes = 1
     assert not server.read(1, chunk, 4), "what is converted is a copy"
     reader.away_bytes = 0
     assert server.read(1, 9, 4)
-    assert (reader.away_bytes, served._copies["bytes"]) == (0, 0)
+    assert (reader.away_bytes, server.server.readers._copied_bytes) == (0, 0)
 
 
 @pytest.mark.spec("R548")
@@ -361,8 +362,8 @@ def test_readers_that_hang_leave_one_read_at_a_time_to_each_other(monkeypatch: p
     server.announce(1)
     server.greet(1)
     served = server.server.publications
-    monkeypatch.setattr(publications, "COPIES_BYTES_MAX", 4)
-    served._copies["bytes"] = 4
+    monkeypatch.setattr(readers, "COPIES_BYTES_MAX", 4)
+    server.server.readers._copied_bytes = 4
     (one_reader, _) = served.readers.values()
     assert server.read(1, chunk, 4, rank=1), "by readers that hang"
     one_reader.away_bytes = 4
@@ -377,11 +378,11 @@ def test_small_reads_do_not_keep_many_buffers(monkeypatch: pytest.MonkeyPatch) -
     server.freeze(1, chunk)
     server.announce(1)
     (reader,) = server.server.publications.readers.values()
-    reader.away = {-number: b"" for number in range(publications.AWAY_MAX)}
+    reader.away = {-number: b"" for number in range(readers.AWAY_MAX)}
     assert not server.read(1, chunk, 4)
     del reader.away[0]
     assert server.read(1, chunk, 4)
-    assert len(reader.away) == publications.AWAY_MAX - 1
+    assert len(reader.away) == readers.AWAY_MAX - 1
 
 
 @pytest.mark.spec("R548")
@@ -390,7 +391,7 @@ def test_readers_and_their_requests_are_limited(monkeypatch: pytest.MonkeyPatch)
     for index in range(WATCHES_MAX):
         server.reader(0, p.Watch(f"p{index}", 0))
     fails(server.reader(0, p.Watch("one more", 0)), Overload, f"watches {WATCHES_MAX} publications at most")
-    monkeypatch.setattr(publications, "MESSAGES_MAX", WATCHES_MAX + 3)
+    monkeypatch.setattr(readers, "MESSAGES_MAX", WATCHES_MAX + 3)
     assert server.reader(0, p.Watch("p0", 0))
     assert not server.reader(0, p.Watch("p0", 0))
     server.now += 1
@@ -405,10 +406,10 @@ def test_readers_and_their_requests_are_limited(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.spec("R503")
 def test_a_silent_reader_makes_place_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     server = stage()
-    monkeypatch.setattr(publications, "READERS_MAX", 3)
+    monkeypatch.setattr(readers, "READERS_MAX", 3)
     for rank in (1, 2):
         server.greet(rank)
-    server.now += publications.IDLE_S
+    server.now += readers.IDLE_S
     server.reader(0, p.Watch("policy", 0))
     server.notes.clear()
     for rank in (3, 4):
@@ -518,9 +519,9 @@ def test_changes_are_those_since_the_base() -> None:
     apply(octets, 4, 2, 0, said.payload[0])
     assert octets.view("f4").tolist() == after.tolist()
     (reader,) = server.server.publications.readers.values()
-    reader.away = {-number: b"" for number in range(publications.AWAY_MAX - 1)}
+    reader.away = {-number: b"" for number in range(readers.AWAY_MAX - 1)}
     assert server.changes(2, 1, 400)
-    assert len(reader.away) == publications.AWAY_MAX - 1
+    assert len(reader.away) == readers.AWAY_MAX - 1
     reader.away = {}
     assert server.changes(2, 1, 20, 20).message == p.Changes(
         server.seq, 0, 0, 1 << 32 | zlib.crc32(to_frame(after)[20:40])
@@ -528,7 +529,7 @@ def test_changes_are_those_since_the_base() -> None:
     server.reader(0, p.Retain("policy", 3, base=2))
     assert server.held == [2, 3]
     assert server.changes(3, 1, 400).message == p.Octets(server.seq, 400), "the base is gone"
-    assert (reader.away_bytes, server.server.publications._copies["bytes"]) == (0, 0)
+    assert (reader.away_bytes, server.server.readers._copied_bytes) == (0, 0)
 
 
 @pytest.mark.spec("R505")
@@ -629,13 +630,13 @@ def relays(*machines: int) -> Relays:
 
 @pytest.mark.spec("R588")
 def test_range_goes_through_readers_one_by_one_and_then_through_a_tree() -> None:
-    server = relays(*range(1, publications.CHAIN + 4))
+    server = relays(*range(1, readers.CHAIN + 4))
     assert [server.sends(rank) for rank in (2, 1, 3)] == [0, 2, 1]
     assert server.sends(1) == 2, "asked again"
     assert [server.sends(rank, start=4) for rank in (3, 2)] == [0, 3], "another range, another first"
-    for rank in range(4, publications.CHAIN + 1):
+    for rank in range(4, readers.CHAIN + 1):
         assert server.sends(rank) == rank - 1
-    assert server.sends(publications.CHAIN + 1) == publications.CHAIN // 2
+    assert server.sends(readers.CHAIN + 1) == readers.CHAIN // 2
 
 
 @pytest.mark.spec("R588")
@@ -686,9 +687,9 @@ def test_only_those_that_listen_are_sent_to_relays_or_named(monkeypatch: pytest.
     assert server.sends(1) == 0
     assert server.sends(9) == 0
     assert server.sends(2, relays=False) == 0
-    monkeypatch.setattr(publications, "RANGES_MAX", 1)
+    monkeypatch.setattr(readers, "RANGES_MAX", 1)
     assert [server.sends(rank, start=4) for rank in (1, 2)] == [0, 0], "too many ranges"
-    monkeypatch.setattr(publications, "RELAYS_MAX", 1)
+    monkeypatch.setattr(readers, "RELAYS_MAX", 1)
     assert server.sends(2) == 1
     assert len(server.server.publications.by_name["policy"].versions[1].relays[0, 0, 4]) == 1
 
