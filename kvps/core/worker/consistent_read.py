@@ -76,14 +76,12 @@ class HeldValues:
         >>> held.copy_to([weight, bias])  # doctest: +SKIP
     """
 
-    indices: Sequence[int]
-    """For each key here, its index among the keys of the call."""
-    written: list[tuple[Sequence[int], ChunkSlice, torch.Tensor]] = field(default_factory=list)
-    """(indices, share, values) in the order in which they came; the later ones count."""
+    written: list[tuple[ChunkSlice, torch.Tensor]] = field(default_factory=list)
+    """(share, values) in the order in which they came; the later ones count."""
 
     def write(self, share: ChunkSlice, values: torch.Tensor) -> None:
         """Hold the elements of ``share``."""
-        self.written.append((self.indices, share, values))
+        self.written.append((share, values))
 
     def views(self, keys: Sequence[Key], memory: Memory) -> list[torch.Tensor]:
         """Return one tensor for each key: a view of where it lies, or a copy if it lies in several places.
@@ -92,9 +90,9 @@ class HeldValues:
         """
         views: dict[int, torch.Tensor] = {}
         cut: dict[int, dict[int, torch.Tensor]] = {}
-        for indices, share, values in self.written:
+        for share, values in self.written:
             for segment, part in share.split(values):
-                index = indices[segment.key]
+                index = segment.key
                 shape = keys[index].spec.shape
                 if segment.size < keys[index].spec.count:
                     cut.setdefault(index, {})[segment.offset] = part
@@ -114,25 +112,18 @@ class HeldValues:
                 views[index] = memory.empty(0, keys[index].spec.dtype).view(keys[index].spec.shape)
         return [views[index] for index in range(len(keys))]
 
-    def copy_to(self, rows: Sequence[torch.Tensor]) -> None:
+    def copy_to(self, rows: Rows) -> None:
         """Write the values into contiguous tensors, one for each key of the call, and hold them no more.
 
         Any thread may call this, once the call is over.
         """
-        for indices, share, values in self.written:
-            share.scatter(values, [rows[index] for index in indices])
+        for share, values in self.written:
+            share.scatter(values, rows)
         self.written.clear()
 
 
 Sink = Rows | HeldValues
 """The destination of the values of the keys of a plan: one tensor for each, or where they are held."""
-
-
-def own_sink(group: TransferPlan, sink: Sink) -> Sink:
-    """Return the sink of the keys of a call that are in ``group``."""
-    if isinstance(sink, HeldValues):
-        return sink if group.indices is None else HeldValues(group.indices, sink.written)
-    return group.picked(sink)
 
 
 @dataclass(slots=True)
@@ -156,24 +147,15 @@ class ReadTracker:
     _torn: list[int] = field(default_factory=list)
     """Indices of the keys that were read at several versions, and may still be."""
 
-    def ask(
-        self, store: WorkerStore, shares: Iterable[ChunkSlice], least: Numbers, may_be_deltas: bool = False
-    ) -> list[Request]:
-        """Return the requests for ``shares``.
-
-        Args:
-            store: the store.
-            shares: parts of the plan.
-            least: for each key, the version that it has at least.
-            may_be_deltas: values may travel as the plan says, instead of as they are.
-        """
-        feedback = store.feedback if may_be_deltas and self.plan.is_by_deltas else None
+    def ask(self, store: WorkerStore, shares: Iterable[ChunkSlice], least: Numbers) -> list[Request]:
+        """Return the requests for ``shares`` of the plan; each key has the version ``least`` at least."""
         requests = []
         for share in shares:
             asks = share.asks(self.after, least)
             message = Pull(share.chunk, self.sink is not None, asks, store.broadcasts)
+            feedback = store.feedback if share.is_by_deltas and self.sink is not None else None
             if feedback is not None:
-                message = feedback.pull(self.plan, share, message, self.after, least)
+                message = feedback.pull(self.plan.keys, share, message, self.after, least)
             requests.append(
                 Request(
                     share.server,
@@ -296,24 +278,18 @@ def read(
     least: Numbers,
     priority: Priority,
     tells: bool = True,
-) -> Generator[Step, list[Packet], list[ReadTracker]]:
+) -> Generator[Step, list[Packet], ReadTracker]:
     """Read the keys of ``plan`` into ``sink``, each at one version that meets its conditions.
 
     Raises:
         NonFinite: if it ``tells``, as :func:`settle_reads`.
     """
-    reads: list[ReadTracker] = []
-    requests: list[Request] = []
-    for group in plan.groups or (plan,):
-        own = own_sink(group, sink)
-        urgency = priority if isinstance(priority, int) else group.picked(priority)
-        kind = store.tracker or ReadTracker
-        tracker = kind(group, own, group.picked(after), urgency, skips=store.skips_rounds)
-        requests += tracker.ask(store, group.shares, group.picked(least), may_be_deltas=True)
-        reads.append(tracker)
-    yield requests
-    yield from settle_reads(store, reads, tells)
-    return reads
+    tracker: ReadTracker = (store.tracker or ReadTracker)(
+        plan, sink, after, priority, skips=store.skips_rounds
+    )
+    yield tracker.ask(store, plan.shares, least)
+    yield from settle_reads(store, [tracker], tells)
+    return tracker
 
 
 def settle_reads(
@@ -365,7 +341,7 @@ def read_versions(
     """
     tracker: ReadTracker = ReadTracker(plan, None, after)
     if keeps and store.tracker is not None:
-        tracker = store.tracker(plan, HeldValues(range(len(plan.keys))), after)
+        tracker = store.tracker(plan, HeldValues(), after)
     yield tracker.ask(store, plan.shares, least)
     tracker.settle(store.ordered)
     return tracker

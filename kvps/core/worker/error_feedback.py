@@ -21,9 +21,9 @@ import torch
 
 from kvps.compression import spec
 from kvps.compression.codecs import decode, encode
-from kvps.compression.policy import OFF, CompressionPolicy, KeyCompression
+from kvps.compression.policy import OFF, CompressionPolicy
 from kvps.core.worker.connection import Request
-from kvps.core.worker.plan import ChunkSlice, Key, KeySlice, Numbers, TransferPlan, make, of_key
+from kvps.core.worker.plan import ChunkSlice, Key, KeySlice, Numbers, of_key
 from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Packet
@@ -70,42 +70,28 @@ class ErrorFeedback:
         self._cached.clear()
         self._unencoded.clear()
 
-    def groups(self, plan: TransferPlan, rank: int) -> tuple[TransferPlan, ...]:
-        """Return the keys of ``plan``, by how they travel; nothing if all travel as they are."""
-        by_setting: dict[KeyCompression | None, list[int]] = {}
-        for index, key in enumerate(plan.keys):
-            by_setting.setdefault(self.rules.setting_of(key.name, key.spec), []).append(index)
-        if len(by_setting) == 1:
-            (setting,) = by_setting
-            return () if setting is None else (replace(plan, setting=setting),)
-        groups: list[TransferPlan] = []
-        for setting, indices in by_setting.items():
-            part = make([plan.keys[index] for index in indices], rank)
-            groups.append(replace(part, setting=setting, indices=tuple(indices)))
-        return tuple(groups)
-
     # --- pushes ---------------------------------------------------------------------------------
 
     def push(
         self,
-        group: TransferPlan,
+        keys: Sequence[Key],
         share: ChunkSlice,
         message: Push,
         rows: Sequence[torch.Tensor],
         memory: Memory,
         numbers: Numbers,
     ) -> Request:
-        """Return the request by which a share of ``group`` is pushed.
+        """Return the request by which a share is pushed that is encoded.
 
         Args:
-            group: the keys.
+            keys: those of its plan.
             share: their part in one chunk.
             message: the push as it would be without compression.
-            rows: the gradients, one for each key of the group.
+            rows: the gradients, one for each key.
             memory: where the payload is made.
-            numbers: the number of the push, for each key of the group.
+            numbers: the number of the push, for each key.
         """
-        setting, keys = group.setting, group.keys
+        setting = share.setting
         assert setting is not None
         runs = share.runs_by_key(numbers)
         # The same elements on every worker, others in every round, where a codec draws them.
@@ -161,13 +147,13 @@ class ErrorFeedback:
     # --- pulls ----------------------------------------------------------------------------------
 
     def pull(
-        self, group: TransferPlan, share: ChunkSlice, message: Pull, after: Numbers, least: Numbers
+        self, keys: Sequence[Key], share: ChunkSlice, message: Pull, after: Numbers, least: Numbers
     ) -> Pull:
         """Return ``message`` as a request for deltas, with the conditions of each key."""
         asks = [
             Ask(start, size, of_key(after, key), of_key(least, key)) for start, size, key, _ in share.segments
         ]
-        return replace(message, runs=tuple(asks), held=self._held(share, group.keys))
+        return replace(message, runs=tuple(asks), held=self._held(share, keys))
 
     def _held(self, share: ChunkSlice, keys: Sequence[Key]) -> tuple[int, ...]:
         places = [(keys[segment.key].name, (share.chunk, segment.start)) for segment in share.segments]

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise, repeat
 from operator import attrgetter, itemgetter
 from types import SimpleNamespace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
 
-from kvps.compression.policy import KeyCompression
+from kvps.compression.policy import OFF, CompressionPolicy, KeyCompression
 from kvps.dtypes import BY_NAME, Spec
 from kvps.protocol.envelope import maker
 from kvps.protocol.values import Ask, Run, StepPart
@@ -40,7 +40,6 @@ FINE_BYTES, UNIT_BYTES = 16 << 10, 16
 """Most bytes of such segments, in the mean; and fewest of which all are multiples."""
 
 
-T = TypeVar("T")
 _run = maker(Run)
 Rows = list[torch.Tensor] | tuple[torch.Tensor, ...]
 """A contiguous tensor for each key of a plan."""
@@ -182,6 +181,8 @@ class ChunkSlice:
     server: int
     chunk: int
     dtype: str
+    setting: KeyCompression | None = None
+    """How its values are encoded; None if they travel as they are."""
     segments: list[KeySlice] = field(default_factory=list)
     """In the order of the chunk."""
     blocks: list[tuple[int, int]] = field(default_factory=list)
@@ -242,6 +243,11 @@ class ChunkSlice:
                 self.units = unit, whose, inside
                 indices, begins = np.array([(index, offset) for _, _, index, offset in self.segments]).T
                 self._at = indices[whose], begins[whose] * BY_NAME[self.dtype].itemsize + inside
+
+    @property
+    def is_by_deltas(self) -> bool:
+        """Whether servers answer with encoded changes."""
+        return self.setting is not None and self.setting.back is not None
 
     def runs(self, numbers: Numbers) -> tuple[Run, ...]:
         """Return the runs of a push with these numbers."""
@@ -421,16 +427,10 @@ class TransferPlan:
 
     keys: tuple[Key, ...]
     shares: list[ChunkSlice]
-    setting: KeyCompression | None = None
-    """How the values of all its keys are encoded; None if they travel as they are."""
-    indices: tuple[int, ...] | None = None
-    """The indices of its keys among those of a call; None for all."""
-    groups: tuple[TransferPlan, ...] = ()
-    """Its keys by how they travel, if some are encoded."""
     payload_bytes: int = field(init=False)
     """Bytes of all elements of its keys."""
-    is_by_deltas: bool = field(init=False)
-    """Whether servers answer with encoded changes."""
+    is_encoded: bool = field(init=False)
+    """Whether some shares are encoded."""
     _joint: Progress | None = field(default=None, repr=False)
     """The progress that all its keys had in common last; a key may have parted since."""
     _sizes: Sizes | None = field(default=None, repr=False)
@@ -439,13 +439,7 @@ class TransferPlan:
 
     def __post_init__(self) -> None:
         self.payload_bytes = sum([share.payload_bytes for share in self.shares])
-        self.is_by_deltas = self.setting is not None and self.setting.back is not None
-
-    def picked(self, items: Sequence[T]) -> list[T]:
-        """Return the items of this plan's keys, of one for each key of the call, or one for all."""
-        if self.indices is None or len(items) == 1:
-            return list(items)
-        return [items[index] for index in self.indices]
+        self.is_encoded = any(share.setting is not None for share in self.shares)
 
     def refuse(self) -> None:
         """A push of these keys was refused, so its number is free again, perhaps."""
@@ -533,24 +527,25 @@ def cut(plan: TransferPlan, most_bytes: int) -> TransferPlan:
     return TransferPlan(plan.keys, shares)
 
 
-def make(keys: Sequence[Key], first: int = 0) -> TransferPlan:
-    """Return the plan of ``keys``, which begins with server ``first``."""
-    shares: dict[tuple[int, int], ChunkSlice] = {}
+def make(keys: Sequence[Key], first: int = 0, rules: CompressionPolicy = OFF) -> TransferPlan:
+    """Return the plan of ``keys``, which begins with server ``first`` and encodes values by ``rules``."""
+    shares: dict[tuple[int, int, KeyCompression | None], ChunkSlice] = {}
     for index, key in enumerate(keys):
+        setting = rules.setting_of(key.name, key.spec)
         for piece in key.pieces:
-            share = shares.get((piece.server, piece.chunk))
+            share = shares.get((piece.server, piece.chunk, setting))
             if share is None:
-                share = ChunkSlice(piece.server, piece.chunk, key.spec.dtype)
-                shares[piece.server, piece.chunk] = share
+                share = ChunkSlice(piece.server, piece.chunk, key.spec.dtype, setting)
+                shares[piece.server, piece.chunk, setting] = share
             share.segments.append(KeySlice(piece.start, piece.size, index, piece.offset))
     for share in shares.values():
         share.seal(keys)
     # Chunk by chunk over the servers, so that all of them have work from the first message on. If
     # every worker begins with another server, each has one worker at a time to listen to.
-    servers = 1 + max((server for server, _ in shares), default=0)
+    servers = 1 + max((server for server, _, _ in shares), default=0)
     rank_in_server: dict[int, int] = {}
     order: list[tuple[int, int, ChunkSlice]] = []
-    for (server, _), share in sorted(shares.items()):
-        rank_in_server[server] = rank_in_server.get(server, -1) + 1
-        order.append((rank_in_server[server], (server - first) % servers, share))
+    for share in sorted(shares.values(), key=attrgetter("server", "chunk")):
+        rank_in_server[share.server] = rank_in_server.get(share.server, -1) + 1
+        order.append((rank_in_server[share.server], (share.server - first) % servers, share))
     return TransferPlan(tuple(keys), [share for _, _, share in sorted(order, key=lambda entry: entry[:2])])

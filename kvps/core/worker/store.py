@@ -15,7 +15,7 @@ from kvps.core.worker.closed_stores import label_of
 from kvps.core.worker.connection import Request, Traffic
 from kvps.core.worker.error_feedback import ErrorFeedback
 from kvps.core.worker.kept_values import KeptValues
-from kvps.core.worker.plan import Key, PieceLocation, TransferPlan, make
+from kvps.core.worker.plan import ChunkSlice, Key, PieceLocation, TransferPlan, make
 from kvps.dtypes import Spec
 from kvps.errors import KeyNotFound, ServerLost
 from kvps.phrases import never_initialised
@@ -198,9 +198,7 @@ class WorkerStore:
         """
         plan = self.plans.get(names)
         if plan is None:
-            plan = make([self.key(name) for name in names], self.rank)
-            if self.feedback.is_on:
-                plan.groups = self.feedback.groups(plan, self.rank)
+            plan = make([self.key(name) for name in names], self.rank, self.feedback.rules)
             if len(self.plans) >= 4 * len(self.keys) + 16:
                 self.plans.clear()
             self.plans[names] = plan
@@ -211,15 +209,14 @@ class WorkerStore:
         self.feedback.use(rules)
         self.plans.clear()
 
-    def push_groups(self, plan: TransferPlan) -> tuple[TransferPlan, ...]:
-        """Return the keys of ``plan`` that is to be pushed, by how they travel.
+    def pushed_shares(self, plan: TransferPlan) -> list[ChunkSlice]:
+        """Return the shares of ``plan`` that is to be pushed, some of which are encoded.
 
         A push that may be refused is not compressed: what was encoded of it would be gone from the
         residual.
         """
-        if plan.groups and (self.takes_pushes or any(key.applied for key in plan.keys)):
-            return plan.groups
-        return (plan,)
+        is_safe = self.takes_pushes or any(key.applied for key in plan.keys)
+        return plan.shares if is_safe else make(plan.keys, self.rank).shares
 
     def key(self, name: str) -> Key:
         """Return one key.

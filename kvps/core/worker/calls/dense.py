@@ -31,12 +31,21 @@ from kvps.core.worker.consistent_read import (
     HeldValues,
     ReadTracker,
     Sink,
-    own_sink,
     read,
     read_versions,
     settle_reads,
 )
-from kvps.core.worker.plan import ANY, Numbers, Placed, Priority, Rows, Sizes, TransferPlan, alike
+from kvps.core.worker.plan import (
+    ANY,
+    ChunkSlice,
+    Numbers,
+    Placed,
+    Priority,
+    Rows,
+    Sizes,
+    TransferPlan,
+    alike,
+)
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import KvpsError
@@ -121,23 +130,26 @@ class PushValues(PushCall):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan, numbers, sinces = yield from number_push(store, self.keys)
-        groups = store.push_groups(plan) if plan.groups else (plan,)
+        shares = store.pushed_shares(plan) if plan.is_encoded else plan.shares
         is_frozen = self.eager
         rows: Rows = self.rows
         if type(rows) is not Placed or not values or values[0] is not rows[0]:
             rows = values  # or its caller waits no more
-        if isinstance(self.sinks, tuple) and (len(groups) > 1 or len(plan.shares) > 1):
-            if len(groups) == 1 and _are_copied(store, plan, rows):
+        if isinstance(self.sinks, tuple) and len(shares) > 1:
+            if _are_copied(store, shares, rows):
                 is_frozen = True  # all are copied before any is written
             else:
                 rows = values
                 unshare(values, self.sinks, plan.sizes)
-        sink = HeldValues(range(len(plan.keys))) if isinstance(self.sinks, Views) else self.sinks
+        joint = alike(numbers) if len(numbers) > 1 else numbers
+        sink = HeldValues() if isinstance(self.sinks, Views) else self.sinks
         reads: list[ReadTracker] = []
-        requests: list[Request] = []
+        if sink is not None:
+            after = list(map((1).__add__, joint))
+            kind = store.tracker or ReadTracker
+            reads.append(kind(plan, sink, after, self.priority, skips=store.skips_rounds))
         try:
-            for group in groups:
-                requests += self._pushed(store, group, rows, numbers, sinces, sink, reads)
+            requests = self._pushed(store, plan, shares, rows, joint, sinces, reads)
             for request in requests if is_frozen else ():
                 request.freeze()
             if self.is_step:
@@ -156,52 +168,40 @@ class PushValues(PushCall):
     def _pushed(
         self,
         store: WorkerStore,
-        group: TransferPlan,
+        plan: TransferPlan,
+        shares: Sequence[ChunkSlice],
         gradients: Rows,
         numbers: Numbers,
         sinces: Numbers,
-        sink: Sink | None,
-        reads: list[ReadTracker],
+        reads: Sequence[ReadTracker],
     ) -> list[Request]:
-        """Return the requests that push the keys of ``group``, and add their read, if there is a ``sink``."""
-        urgency = self.priority
-        if group.indices is not None:
-            numbers, sinces, gradients = group.picked(numbers), group.picked(sinces), group.picked(gradients)
-            sink = sink and own_sink(group, sink)
-            urgency = urgency if isinstance(urgency, int) else group.picked(urgency)
-        numbers = alike(numbers) if len(numbers) > 1 else numbers
-        tracker = None
-        if sink is not None:
-            after = list(map((1).__add__, numbers))
-            kind = store.tracker or ReadTracker
-            tracker = kind(group, sink, after, urgency, skips=store.skips_rounds)
-            reads.append(tracker)
+        """Return the requests that push these shares of ``plan``; their read, if any, takes the answers."""
         requests = []
-        for share in group.shares:
+        for share in shares:
             dtype = BY_NAME[share.dtype].id
             runs = share.runs(numbers)
-            message = p.Push(share.chunk, dtype, (store.rank,), self.weight, tracker is not None, runs)
+            message = p.Push(share.chunk, dtype, (store.rank,), self.weight, bool(reads), runs)
             if store.opened.late == "next":  # a run for each key, in the order of the elements
                 runs, since = share.runs_by_key(numbers), share.numbers_by_key(sinces)
                 message = replace(message, runs=runs, since=since)
-            if group.setting is None:
-                request = bulk(store, share, message, gradients, urgency)
+            if share.setting is None:
+                request = bulk(store, share, message, gradients, self.priority)
             else:
-                request = store.feedback.push(group, share, message, gradients, store.memory, numbers)
-                request.priority = share.highest(urgency)
-            if tracker is not None:
-                feedback = store.feedback if group.is_by_deltas else None
+                request = store.feedback.push(plan.keys, share, message, gradients, store.memory, numbers)
+                request.priority = share.highest(self.priority)
+            for tracker in reads:
+                feedback = store.feedback if share.is_by_deltas else None
                 request.on_reply = partial(tracker.take, share, feedback)
             requests.append(request)
         return requests
 
 
-def _are_copied(store: WorkerStore, plan: TransferPlan, values: Rows) -> bool:
+def _are_copied(store: WorkerStore, shares: Sequence[ChunkSlice], values: Rows) -> bool:
     """Whether all values are small, and are copied on their way."""
     return all(
         share.units is not None
         and not store.memory.lends(route_of(share.server), [values[share.segments[0].key]])
-        for share in plan.shares
+        for share in shares
     )
 
 
@@ -243,7 +243,7 @@ class PullValues(ReadCall):
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan = yield from numbered(store, self.keys)
         after = plan.numbers()
-        sink = HeldValues(range(len(plan.keys))) if isinstance(self.sinks, Views) else self.sinks
+        sink = HeldValues() if isinstance(self.sinks, Views) else self.sinks
         assert sink is not None
         yield from read(store, plan, sink, after, (self.min_version,), self.priority)
         return _result(store, plan, self.sinks, sink)

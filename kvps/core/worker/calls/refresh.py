@@ -141,11 +141,10 @@ def read_whole(
     plan = store.plan(tuple([copy.key.name for copy in copies]))
     after = [copy.after for copy in copies]
     priority = [copy.priority for copy in copies]
-    reads = yield from consistent_read.read(store, plan, wholes, after, ANY, priority)
+    read = yield from consistent_read.read(store, plan, wholes, after, ANY, priority)
     known: dict[str, int] = {}
-    for read in reads:
-        for key, parts in zip(read.plan.keys, read.by_key(), strict=True):
-            versions = {version for version, _ in parts.values()}
-            if len(versions) == 1:
-                known[key.name] = versions.pop()
+    for key, parts in zip(plan.keys, read.by_key(), strict=True):
+        versions = {version for version, _ in parts.values()}
+        if len(versions) == 1:
+            known[key.name] = versions.pop()
     return wholes, known

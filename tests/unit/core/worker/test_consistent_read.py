@@ -99,7 +99,7 @@ def test_keys_that_travel_in_two_forms_are_read_by_two_requests(wanted: Views | 
     store.compress(rules_of({"rules": [{"pattern": "b", "type": "fp16", "min_bytes": 0}]}))
     plan = store.plan(("b", "a"))
     sinks = [torch.zeros(3), torch.zeros(2)]
-    sink: Sink = sinks if wanted is None else HeldValues(range(2))
+    sink: Sink = sinks if wanted is None else HeldValues()
     steps = read(store, plan, sink, ANY, ANY, 0)
     step = next(steps)
     assert [message.runs for message in pulls(step)] == [(Ask(2, 3, 0, 0),), (Ask(0, 2, 0, 0),)]
@@ -210,7 +210,7 @@ class TestViews:
     """Values that stay where they are."""
 
     def read(self, store: WorkerStore, *names: str) -> tuple[Steps, HeldValues]:
-        sink = HeldValues(range(len(names)))
+        sink = HeldValues()
         return read(store, store.plan(names), sink, ANY, ANY, 0), sink
 
     def test_are_of_the_memory_in_which_values_came(self) -> None:
@@ -230,7 +230,7 @@ class TestViews:
     def test_the_order_of_answers_does_not_matter(self) -> None:
         store = new_store()
         plan = store.plan(("big",))
-        sink = HeldValues(range(1))
+        sink = HeldValues()
         for share in reversed(plan.shares):
             sink.write(share, torch.full((4,), float(share.server)))
         assert sink.views(plan.keys, PRIVATE)[0].tolist() == [0] * 4 + [1] * 4
@@ -257,7 +257,7 @@ class TestViews:
             answers = [answer(request, 1, wanted=flag) for request, flag in zip(step, flags, strict=False)]
             assert ends(steps, answers)
             assert sink.views(store.plan(names).keys, PRIVATE) == []
-        sink = HeldValues(range(1))
+        sink = HeldValues()
         assert sink.views(store.plan(("a",)).keys, PRIVATE) == []
 
 
@@ -268,7 +268,7 @@ class TestHeldValues:
         store = new_store()
         store.place([("m", Spec("float32", (2, 2)), [PieceLocation(0, 1, 5, 4, 0)])])
         plan = store.plan(("b", "m", "big"))
-        sink = HeldValues(range(len(plan.keys)))
+        sink = HeldValues()
         values = torch.arange(7.0)
         for share in plan.shares:
             own = values if share.chunk == 1 and share.server == 0 else torch.full((4,), 8.0)
