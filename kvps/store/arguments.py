@@ -18,8 +18,7 @@ from kvps.core.texts import TAG_RULE, is_tag
 from kvps.core.worker import calls
 from kvps.core.worker.plan import Priority, alike
 from kvps.dtypes import Spec
-from kvps.errors import ConfigError, KeyNotFound, Mismatch
-from kvps.phrases import never_initialised
+from kvps.errors import ConfigError, Mismatch
 from kvps.runtime.device import bring_back, is_away, pinned_rows, reached
 from kvps.store.key_list import PLAIN
 from kvps.tensors import TORCH, Array, accumulator, as_tensor, row_of, spec_of
@@ -81,17 +80,13 @@ def check_values(
     """Check each value against the spec of its key, and for one type of device if they are summed there.
 
     Raises:
-        KeyNotFound: for a key without a spec.
         Mismatch: for another type or shape, or several types of device, naming the key and both.
     """
     for name, devices in zip(names, values, strict=True):
-        spec = specs.get(name)
-        if spec is None:
-            raise KeyNotFound(never_initialised(name))
         for value in devices:
             other = spec_of(value)
-            if other != spec:
-                raise Mismatch(f"key {name!r} is {spec}; cannot {what} {other}")
+            if other != specs[name]:
+                raise Mismatch(f"key {name!r} is {specs[name]}; cannot {what} {other}")
         if is_sum and len(types := {value.device.type for value in map(as_tensor, devices)}) > 1:
             raise Mismatch(
                 f"key {name!r} has values on {' and '.join(sorted(types))}, but this store sums on a "
@@ -129,15 +124,10 @@ def outcome_for(names: tuple[str, ...], is_many: bool, out: object, specs: Mappi
     """Return the outcome that writes to ``out``, or to new tensors where it is None.
 
     Raises:
-        KeyNotFound, Mismatch: if an output does not fit its key.
+        Mismatch: if an output does not fit its key.
     """
     if out is None:
-        new = []
-        for name in names:
-            spec = specs.get(name)
-            if spec is None:
-                raise KeyNotFound(never_initialised(name))
-            new.append(_blank(spec.shape, TORCH[spec.dtype]))
+        new = [_blank(specs[name].shape, TORCH[specs[name].dtype]) for name in names]
         result: object = new if is_many else new[0]
         return tuple(new), lambda _: result
     of_keys = targets_for(names, is_many, out, specs)
@@ -180,7 +170,7 @@ def targets_for(
     """Return for each key the tensors, wherever they live, that ``out`` wants its value written to.
 
     Raises:
-        KeyNotFound, Mismatch: if an output does not fit its key.
+        Mismatch: if an output does not fit its key.
     """
     outs = values_of(names, is_many, out)
     check_values(names, outs, specs, "write it to")

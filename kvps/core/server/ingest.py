@@ -55,6 +55,7 @@ class Ingest:
         self._meter = context.meter
         self._answers = answers
         self._book = book
+        book.takes = self._move, self._count
         self._closing: dict[int, float] = {}
         """Chunk -> when the first of its rounds closes whose quorum is in."""
 
@@ -250,7 +251,7 @@ class Ingest:
         if judged.verdict is not Verdict.COUNTED:
             self._meter.on_push(judged.verdict.value, judged.ranks, payload)
             return judged.verdict is Verdict.DUPLICATE
-        quorum, take = self._context.quorum(judged.store), self._count if judged.store.ordered else self._move
+        quorum = self._context.quorum(judged.store)
         for item in judged.ranges:
             if item.rule.is_new:
                 if judged.back is not None:
@@ -262,11 +263,11 @@ class Ingest:
             spans = item.rule.cut(item.start, item.stop)
             for span in spans:
                 part = item if len(spans) == 1 else item.part(span)
-                take(judged, part, span, quorum)
+                item.rule.take(judged, part, span, quorum)
         self._book.is_torn = False
         if judged.store.drops is not None:
             self._book.report()
-        self._meter.on_push("counted", judged.ranks, payload, judged.store.name, judged.late_s)
+        self._meter.on_push("counted", judged.ranks, payload)
         return True
 
     def _publish(self, item: PushedRange) -> None:
@@ -280,9 +281,7 @@ class Ingest:
     def _move(self, judged: JudgedPush, pushed: PushedRange, span: Span, quorum: StoreQuorum) -> None:
         """Apply a push by itself."""
         rule, store, ranks = pushed.rule, judged.store, judged.ranks
-        span.note(
-            ranks, pushed.number
-        )  # or a read that is woken would take a push before its turn for applied
+        span.note(ranks, pushed.number)  # or a read that is woken would take it for applied before its turn
         age = self._meter.stale(ranks, rule.chunk.number, span.start, span.version)
         total = GradientSum((pushed.gradient,))
         rule.apply(span, PendingUpdate(pushed.number, ranks, total, (ranks,), {judged.back}, age=age))
@@ -292,7 +291,7 @@ class Ingest:
         """Count a push in its round, and close the round if it is complete."""
         rule, ranks, now = pushed.rule, judged.ranks, self._meter.now
         round_ = span.take(ranks, pushed.number, now)
-        judged.late_s.append(now - round_.opened_at)
+        self._meter.on_count(judged.store.name, ranks, round_.opened_at)
         round_.step = judged.step
         round_.backs.add(judged.back)
         round_.add(ranks, pushed.gradient, keep=rule.keeps_all, weight=judged.weight)

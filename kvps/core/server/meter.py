@@ -51,14 +51,12 @@ class Lateness:
         self._means: dict[int, float] = {}
         self._is_news = False
 
-    def note(self, ranks: Iterable[int], late_s: Sequence[float]) -> None:
-        """A push of these ranks came so long after the first of the round, of each of its spans."""
+    def note(self, ranks: Iterable[int], late_s: float) -> None:
+        """A push of these ranks came so long after the first of its round."""
         self._is_news = True
         for rank in ranks:
-            mean = self._means.get(rank, late_s[0])
-            for seconds in late_s:
-                mean += (seconds - mean) / SMOOTHING
-            self._means[rank] = mean
+            mean = self._means.get(rank, late_s)
+            self._means[rank] = mean + (late_s - mean) / SMOOTHING
 
     def take_news(self) -> bool:
         """Return whether there were pushes since this was asked last."""
@@ -128,18 +126,8 @@ class Meter(Counts):
         if packet.envelope.role is Role.WORKER and kind not in NO_REQUESTS:
             self._values["kvps_requests_total", kind.__name__] += 1
 
-    def on_push(
-        self,
-        verdict: str,
-        ranks: tuple[int, ...],
-        payload: Sequence[memoryview],
-        store: str = "",
-        late_s: Sequence[float] = (),
-    ) -> None:
-        """A push of ``ranks`` was judged, and applied if it counts.
-
-        ``late_s`` is by how much it came after the first push of the round, for each of its spans.
-        """
+    def on_push(self, verdict: str, ranks: tuple[int, ...], payload: Sequence[memoryview]) -> None:
+        """A push of ``ranks`` was judged, and applied if it counts."""
         values = self._values
         values["kvps_pushes_total", verdict] += 1
         if verdict != "counted":
@@ -151,11 +139,14 @@ class Meter(Counts):
             label = str(rank)
             values["kvps_worker_pushes_total", label] += 1
             values["kvps_worker_bytes_total", label] += size // len(ranks)
-            if late_s:
-                values["kvps_straggler_seconds_total", label] += sum(late_s)
-                values["kvps_straggler_pushes_total", label] += len(late_s)
-        if late_s:
-            self._lateness[store].note(ranks, late_s)
+
+    def on_count(self, store: str, ranks: tuple[int, ...], opened_at: float) -> None:
+        """A push of ``ranks`` counts in a round of a span that was opened at this time."""
+        late_s = self.now - opened_at
+        self._lateness[store].note(ranks, late_s)
+        for rank in ranks:
+            self._values["kvps_straggler_seconds_total", str(rank)] += late_s
+            self._values["kvps_straggler_pushes_total", str(rank)] += 1
 
     def on_values(self, chunk: int, runs: Sequence[Run] | Sequence[Ask], itemsize: int) -> None:
         """Values of these runs of a chunk were pushed, or are pulled."""

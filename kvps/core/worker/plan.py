@@ -32,8 +32,6 @@ HERE = ""
 """The route of values that do not leave this process."""
 PIECES_MAX = 255
 """Most places in which the elements of one share may be lent."""
-BLOCK = 1024
-"""Most tensors that are walked at once: torch walks a list several times, and so many stay in a cache."""
 MANY = 32
 """Fewest segments that are copied back by numpy at once, which takes 20 us for the first."""
 FINE_BYTES, UNIT_BYTES = 16 << 10, 16
@@ -195,8 +193,6 @@ class ChunkSlice:
     _cuts: list[tuple[int, slice | None]] = field(default_factory=list)
     """(index of the key, slice of its elements) for each segment; None for all elements."""
     _sizes: list[int] = field(default_factory=list)
-    _block_sizes: list[int] = field(default_factory=list)
-    """Elements of each :data:`BLOCK` segments."""
     _begins: list[int] = field(default_factory=list)
     """Bytes of the share before each segment."""
     _is_flat: bool = True
@@ -224,8 +220,6 @@ class ChunkSlice:
             self._is_flat = self._is_flat and not (whole and len(keys[index].spec.shape) != 1)
             self.size += size
         self.payload_bytes = self.size * BY_NAME[self.dtype].itemsize
-        begins = range(0, len(self._sizes), BLOCK)
-        self._block_sizes = [sum(self._sizes[begin : begin + BLOCK]) for begin in begins]
         if len(self.segments) == 1 and 0 < self.payload_bytes <= SMALL_BYTES:
             self.octets = ctypes.c_ubyte * self.payload_bytes
         if all(cut is None for _, cut in self._cuts):
@@ -309,11 +303,7 @@ class ChunkSlice:
         elif len(parts) == 1:
             out.copy_(parts[0] if self._is_flat else parts[0].view(-1))
         else:  # faster than many copies
-            for begin, row in zip(
-                range(0, len(parts), BLOCK), torch.split(out, self._block_sizes), strict=True
-            ):
-                part = parts[begin : begin + BLOCK]
-                torch.cat(part if self._is_flat else [*map(torch.Tensor.ravel, part)], out=row)
+            torch.cat(parts if self._is_flat else [*map(torch.Tensor.ravel, parts)], out=out)
         return (out,)
 
     def scatter(self, values: torch.Tensor, rows: Rows) -> None:

@@ -12,7 +12,17 @@ from kvps.core.server.context import RequestContext
 from kvps.core.server.rules.clipped import Clipped, StepNorms
 from kvps.core.server.rules.finite import Finite
 from kvps.core.server.rules.published import PublishedAssign, PublishedOptimize
-from kvps.core.server.rules.rule import BLOCK_COUNT, Assign, Gate, Optimize, Refused, Rule, Watched, Workshop
+from kvps.core.server.rules.rule import (
+    BLOCK_COUNT,
+    Assign,
+    Gate,
+    Optimize,
+    Refused,
+    Rule,
+    Take,
+    Watched,
+    Workshop,
+)
 from kvps.core.server.rules.table import Table, move_tables
 from kvps.core.server.rules.whole_tensor import GlobalNorms, WholeTensor
 from kvps.core.server.sessions import PendingRead
@@ -59,6 +69,8 @@ class RuleBook:
         self.watch: Callable[[Chunk, int, int], None] | None = None
         """Called with the elements of a chunk that are about to move, where a standby is told of them; rules
         have to be composed anew after it is set."""
+        self.takes: tuple[Take, Take]
+        """How pushes are taken in: each by itself, and by rounds."""
         self._rules = Composed(self._compose)
         self.rule: Callable[[int], Rule] = self._rules.__getitem__
         """Returns the rule of a chunk, by its number; raises ProtocolError if there is no such chunk."""
@@ -84,7 +96,9 @@ class RuleBook:
     def _compose(self, number: int) -> Rule:
         chunk = self._chunks.at(number)
         mover = self._mover(self._context.stores[chunk.store], chunk)
-        return self._gated(mover if self.watch is None else Watched(mover, self.watch))
+        rule = self._gated(mover if self.watch is None else Watched(mover, self.watch))
+        rule.take = self.takes[rule.store.ordered]
+        return rule
 
     def _mover(self, store: ServerStore, chunk: Chunk) -> Rule:
         """Return what changes the values of a chunk."""

@@ -30,6 +30,7 @@ from kvps.core.optim.base import State, Terms, Updater
 from kvps.core.row_gradients import RowGradient
 from kvps.core.server.chunks.rounds import PendingUpdate, Span, Verdict
 from kvps.core.server.chunks.slab import Chunk
+from kvps.core.server.context import StoreQuorum
 from kvps.core.server.meter import Meter
 from kvps.core.server.rules import rows
 from kvps.core.server.sessions import PendingRead
@@ -47,6 +48,9 @@ FORMS_MAX = 4096
 """Forms of pushes that are known of a chunk."""
 BLOCK_COUNT = 256 << 10
 """Elements that one thread sums and updates at once, so that they stay in its core's cache."""
+
+
+Take = Callable[["JudgedPush", "PushedRange", Span, StoreQuorum], None]
 
 
 @dataclass(slots=True)
@@ -95,6 +99,8 @@ class Rule(abc.ABC):
     """Gradients are not added up before the round closes."""
     is_new = True
     """The next push that counts is checked by :meth:`check_counted`, and prepared."""
+    take: Take
+    """Takes in a push that counts: in its round, or by itself. Set where the rule is composed."""
 
     def __init__(self, store: ServerStore, chunk: Chunk, shop: Workshop) -> None:
         self.store = store
@@ -392,5 +398,3 @@ class JudgedPush:
     """COUNTED, DUPLICATE or EARLY."""
     ranges: Sequence[PushedRange] = ()
     """The elements that were not counted before; empty unless the verdict is COUNTED."""
-    late_s: list[float] = field(default_factory=list)
-    """For each span that it was applied to, by how much it came after the first push of the round."""
