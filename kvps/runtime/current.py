@@ -7,9 +7,13 @@ the rules of schedulers and servers to hear that there is none.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+import torch
+
 from kvps.errors import ConfigError
+from kvps.runtime.device import is_away
 from kvps.runtime.open_stores import OpenStores
 from kvps.runtime.worker_session import WorkerSession
 
@@ -19,6 +23,8 @@ class CurrentCluster(Protocol):
 
     workers: int
     most_workers: int
+    users: dict[Any, set[int]]
+    """Accelerator -> the threads whose workers compute there."""
 
     @property
     def board(self) -> Any:
@@ -46,6 +52,20 @@ _current = _Current()
 def current() -> CurrentCluster | None:
     """Return the cluster whose ``with`` block this process is in."""
     return _current.cluster
+
+
+def claim(tensors: Iterable[torch.Tensor]) -> Callable[[], bool]:
+    """Note on which accelerators this thread's worker computes; return a question: does another worker of
+    this process compute there, too?
+
+    Ask it behind a call that all workers make. A backward pass on a shared accelerator must not wait for
+    other workers: torch has one thread for the backward passes of an accelerator.
+    """
+    cluster = current()
+    found = [cluster.users.setdefault(value.device, set()) for value in tensors if cluster and is_away(value)]
+    for users in found:
+        users.add(threading.get_ident())
+    return lambda: any(len(users) > 1 for users in found)
 
 
 def enter(cluster: CurrentCluster) -> None:

@@ -53,7 +53,8 @@ class LocalCluster:
     """Scheduler, servers and workers in this process, as a context manager.
 
     Each thread that calls :func:`kvps.create` inside is a worker; :meth:`run` starts one thread per worker
-    for you.
+    for you. Give each worker an accelerator of its own, if there are several: torch has one thread for the
+    backward passes of a device.
 
     Args:
         workers: number of workers, 1 or more.
@@ -82,6 +83,8 @@ class LocalCluster:
         self.servers = servers
         self.most_workers = most_workers
         self.replicas = replicas
+        self.users: dict[Any, set[int]] = {}
+        """Accelerator -> the threads whose workers compute there."""
         self.scheduler = ""
         """The address of the scheduler, inside the ``with`` block."""
         self._workers: list[ThreadPoolExecutor] = []

@@ -36,6 +36,7 @@ import torch
 
 from kvps.errors import ConfigError, EpochChanged
 from kvps.phrases import names_in_words
+from kvps.runtime.current import claim
 from kvps.store import residual_state
 from kvps.store.base import KVStoreBase
 from kvps.store.catch_up import refuse
@@ -99,7 +100,8 @@ class DistributedOptimizer(WrappedOptimizer):
 
     Every worker creates it with the same arguments. This sets the parameters, and the buffers of a module, to
     rank 0's values. From then on ``.grad`` has the mean over all workers when ``backward()`` returns, so you
-    can clip or read it before ``step()``.
+    can clip or read it before ``step()``. Where workers of a :class:`kvps.LocalCluster` share an accelerator,
+    it has the mean after :meth:`synchronize`: torch has one thread for the backward passes of a device.
 
     Args:
         optimizer: an optimizer over the trained parameters. With ``update_on_kvstore``, servers must be able
@@ -199,6 +201,7 @@ class DistributedOptimizer(WrappedOptimizer):
         buffers = buffers_of(named_parameters)
         check_free(kv, {**params, **buffers}, "DistributedOptimizer")
         residual_state.compress(kv, compression, "compression")
+        is_device_shared = claim(params.values())
         demand_same(
             kv,
             "DistributedOptimizer",
@@ -224,8 +227,8 @@ class DistributedOptimizer(WrappedOptimizer):
             before=self._send_rates,
             brings_weights=self._on_store,
             # Where workers use different parameters, one's backward would wait for what another sends
-            # in its step only.
-            is_awaited=not (self._on_store or overlap_forward or find_unused),
+            # in its step only; where they share a device in one process, for another's backward behind it.
+            is_awaited=not (self._on_store or overlap_forward or find_unused or is_device_shared()),
             is_released=overlap_forward,
             is_whole=clip_global_norm is not None,
         )

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from kvps.errors import ConfigError
+from kvps.runtime.current import claim
 from kvps.store.kvstore import KVStore
 from kvps.torch.sync.shared_stores import Options, own_store
 
@@ -48,8 +49,8 @@ class SyncBatchNorm(_BatchNorm):
             ``kvstore`` that is named.
 
     Raises:
-        ConfigError: in a forward pass, for an input of fewer than 2 dimensions, or if there is one value
-            per channel in all.
+        ConfigError: in a forward pass, for an input of fewer than 2 dimensions, if there is one value
+            per channel in all, or if other workers of this process train on the same accelerator.
 
     Example:
         >>> import torch, kvps.torch
@@ -78,16 +79,21 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name
         """Normalise ``input``, of shape (N, C, ...)."""
         self._check_input_dim(input)
-        if not self.training:
-            return super().forward(input)
-        exchange = self._found_exchange()
+        exchange = self._found_exchange() if self.training else None
         if exchange is None:
             return super().forward(input)
         factor = self._factor()
         running = (self.running_mean, self.running_var) if self.track_running_stats else None
+        is_device_shared = claim([input])
         result: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]  # torch has no types there
             input, self.weight, self.bias, running, factor, self.eps, exchange
         )
+        if result.requires_grad and is_device_shared():
+            raise ConfigError(
+                f"SyncBatchNorm: several workers of this process train on {input.device}, where torch runs "
+                "their backward passes one after another, so this layer's would wait for ever. Start a "
+                "process for each worker (kvps-launch), or give each worker its own device"
+            )
         return result
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # torch's name

@@ -9,9 +9,11 @@ torch's type for devices that it does not know gets a name once in a process, an
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -46,6 +48,7 @@ KERNELS.impl("empty.memory_format", empty, "PrivateUse1")
 Case = Callable[[str, int], list[torch.Tensor]]
 CASES: dict[str, Case] = {}
 STEPS = 3
+SEEDED = threading.Lock()
 
 
 def case(work: Case) -> Case:
@@ -59,8 +62,10 @@ def batch(device: str, rank: int, step: int) -> torch.Tensor:
 
 
 def perceptron(device: str, *more: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), *more, nn.ReLU(), nn.Linear(5, 3)).to(device)
+    with SEEDED:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), *more, nn.ReLU(), nn.Linear(5, 3))
+    return model.to(device)
 
 
 def sgd_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -88,6 +93,19 @@ def distributed_optimizer(device: str, rank: int) -> list[torch.Tensor]:
 
 
 @case
+def distributed_optimizer_that_clips(device: str, rank: int) -> list[torch.Tensor]:
+    model = perceptron(device)
+    optimizer = kvps.torch.DistributedOptimizer(sgd_of(model), model)
+
+    def step() -> None:
+        optimizer.synchronize()
+        nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=False)
+        optimizer.step()
+
+    return trained(model, step, device, rank)
+
+
+@case
 def distributed_optimizer_on_servers(device: str, rank: int) -> list[torch.Tensor]:
     return by_optimizer(device, rank, update_on_kvstore=True, overlap_backward=True)
 
@@ -109,11 +127,15 @@ def compression_2bit(device: str, rank: int) -> list[torch.Tensor]:
 
 @case
 def sync_batchnorm(device: str, rank: int) -> list[torch.Tensor]:
-    """Forwards, as both ranks are threads here: torch has one thread for the backward passes of a device."""
+    """Forwards: a backward pass that waits for another rank on the same device is refused."""
     norm = kvps.torch.SyncBatchNorm(6).to(device)
     with torch.no_grad():
         found = [norm(batch(device, rank, number)).cpu() for number in range(STEPS)]
-    return [*found, norm.running_var.cpu()]
+    found.append(norm.running_var.cpu())
+    if device != "cpu":
+        with pytest.raises(kvps.ConfigError, match=f"train on {device}, .* Start a process for each worker"):
+            norm(batch(device, rank, 0))
+    return found
 
 
 @case
@@ -200,7 +222,7 @@ def outcome(name: str, device: str) -> list[list[torch.Tensor]]:
             return [CASES[name](device, 0)]
         finally:
             dist.destroy_process_group()
-    with kvps.LocalCluster(workers=2 if name == "sync_batchnorm" else 1, servers=2) as cluster:
+    with kvps.LocalCluster(workers=2, servers=2) as cluster:
         found: list[list[torch.Tensor]] = cluster.run(lambda rank: CASES[name](device, rank))
     return found
 

@@ -130,8 +130,8 @@ class GradientSync:
         # Other stores' calls may be collective: all ranks make them in the order of their scripts.
         is_early = isinstance(model.kv, DistStore) and not is_stepwise
         devices = {param.device for param in model.params.values() if is_early and is_away(param)}
-        self._begin_call: Callable[[Callable[[], Handle]], Pending] = _now
-        """Begins a call of the store."""
+        self._begin_call: Callable[[Callable[[], Handle]], Pending] = lambda call: call()
+        """Begins a call of the store: in this thread, or behind the kernels of devices."""
         self._follows_chunks = is_early and not devices
         """Whether a bucket waits for the gradients that complete its chunks; a call that disturbs
         nothing may carry parts of chunks."""
@@ -178,9 +178,6 @@ class GradientSync:
             self._is_local = before
 
     def _on_gradient(self, name: str) -> None:
-        if self._is_stepwise:
-            self._memory.take(name)
-            return
         gradient = self._model.params[name].grad
         if name in self.values:
             self._check_fresh(name, gradient)
@@ -533,11 +530,6 @@ class GradientSync:
         self._made.clear()
         self._failure = None
         self._is_begun = False
-
-
-def _now(call: Callable[[], Handle]) -> Handle:
-    """Begin a call in this thread."""
-    return call()
 
 
 def holder_of(kv: Store) -> DistStore | None:

@@ -79,25 +79,14 @@ class PassEnd:
         first request."""
         if self._awaited() is not None:
             return False
-        callback = _Callback(self, call)
+
+        def callback() -> None:  # which torch alone holds
+            self._awaited = _nothing
+            call()
+
         self._awaited = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         return True
-
-    def forget(self) -> None:
-        """The pass is over."""
-        self._awaited = _nothing
-
-
-class _Callback:
-    """A call at the end of a pass, which torch alone holds."""
-
-    def __init__(self, end: PassEnd, call: Callable[[], None]) -> None:
-        self._end, self._call = end, call
-
-    def __call__(self) -> None:
-        self._end.forget()
-        self._call()
 
 
 def _nothing() -> None:
