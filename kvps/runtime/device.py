@@ -161,10 +161,8 @@ class PageLocks:
         del self._ranges[first:last]
         for begin, _ in met:
             self._unlock(begin)
-        low, high = (
-            min([start, *(range_[0] for range_ in met)]),
-            max([stop, *(range_[1] for range_ in met)]),
-        )
+        met.append((start, stop))
+        low, high = min(met)[0], max([end for _, end in met])
         if not self._lock(low, high - low):
             return False
         insort(self._ranges, (low, high))
@@ -196,13 +194,8 @@ class Staging:
             allocate: returns new rows for those of ``values`` with these indices.
         """
         accelerator = kind()
-        rows = list(values)
-        away = []
-        for index, value in enumerate(values):
-            if value.device.type == accelerator:
-                away.append(index)
-            else:
-                rows[index] = row_of(value)
+        away = [index for index, value in enumerate(values) if value.device.type == accelerator]
+        rows = [value if value.device.type == accelerator else row_of(value) for value in values]
         if away:
             with self._mutex:  # pages must not be unlocked under a copy
                 for index, row in zip(away, self._locked(allocate(away)), strict=True):
@@ -283,18 +276,12 @@ def bring_back(copies: Iterable[Pair], after: Mapping[torch.device, torch.Event]
     accelerator = kind()
     up: list[Pair] = []
     others: list[Pair] = []
-
-    def pairs() -> Iterator[Pair]:
-        for pair in copies:
-            target, row = pair
-            is_up = row.is_cpu and not target.is_cpu and target.device.type == accelerator
-            (up if is_up else others).append(pair)
-            if is_up:
-                yield pair
-
+    for target, row in copies:
+        is_up = row.is_cpu and not target.is_cpu and target.device.type == accelerator
+        (up if is_up else others).append((target, row))
     streams: dict[torch.device, torch.Stream] = {}
     try:
-        _cross(pairs(), "up", streams, after)
+        _cross(up, "up", streams, after)
     finally:
         for target in [target for target, _ in up if target.device in streams]:
             target.record_stream(streams[target.device])
