@@ -101,7 +101,7 @@ bench: .venv/.installed  ## measure kvps beside its peers, and print a table: te
 
 # On a machine whose Python has torch and kvps (pip install --no-deps -e .): make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
-gpu:  ## check and measure kvps on a GPU (rehearse without), and write gpu.json and gpu.md: eight minutes at most
+gpu: $(if $(filter $(BIN)/%,$(GPU_PYTHON)),.venv/.installed)  ## check and measure kvps on a GPU (rehearse without), and write gpu.json and gpu.md: eight minutes at most
 	$(GPU_PYTHON) -m benchmarks.gpu
 
 docs: .venv/.installed-docs  ## build the documentation into docs/_build
