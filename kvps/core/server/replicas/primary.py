@@ -21,7 +21,7 @@ import math
 from collections import deque
 from dataclasses import replace
 from itertools import starmap
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
@@ -56,12 +56,6 @@ BLOCK = 1 << 19
 the time it arrives."""
 KEYS_MAX = 256
 """Keys in one message."""
-
-OF_STORES = (p.Open, p.Close, p.Optimize, p.Rate, p.Join, p.Return, p.Revive)
-"""Requests that may change settings of stores."""
-READING = (p.Push, p.Pull, p.PullRows, p.PullChanged)
-"""Requests by which a worker reads values."""
-PUBLISHING = (p.Freeze, p.Put, p.Announce)
 
 
 class Unacknowledged(NamedTuple):
@@ -213,40 +207,37 @@ class Replicator:
             self._replacements.difference_update(message.ranks)
         if self._route is None:
             return
-        kind = type(message)
-        if isinstance(message, READING):
-            self._note_read(message)
-        elif kind is p.Load:
-            load = cast(p.Load, message)
-            chunk = self._chunks.by_number[load.chunk]
-            for run in load.runs:
-                for key, start, stop in chunk.pieces(run.start, run.start + run.size):
-                    self._mark(load.chunk, start, stop)
-                    self._keys.setdefault(chunk.store, {})[key] = None
-            self._layouts.add(chunk.store)
-        elif kind is p.Declare:
-            declare = cast(p.Declare, message)
-            if declare.create:
-                self._keys.setdefault(declare.store, {}).update(
-                    dict.fromkeys([entry.key for entry in declare.entries])
-                )
-                self._layouts.add(declare.store)
-            self._is_set = True
-        elif kind is p.SetState:
-            state = cast(p.SetState, message)
-            self._mark(state.chunk, state.start, state.start + state.size)
-        elif kind is p.Embed:
-            made = cast(p.Embed, message)
-            (piece,) = self._context.stores[made.store].shards[made.key].pieces
-            self._mark(piece.chunk, 0, 1)
-            self._keys.setdefault(made.store, {})[made.key] = None
-            self._layouts.add(made.store)
-        elif kind in PUBLISHING:
-            self._is_published = True
-        elif kind is p.TableRate:
-            self._mark(cast(p.TableRate, message).chunk, 0, 1)
-        elif kind in OF_STORES:
-            self.note_all(values=kind is p.Revive)
+        match message:
+            case p.Push() | p.Pull() | p.PullRows() | p.PullChanged():
+                self._note_read(message)
+            case p.Load():
+                chunk = self._chunks.by_number[message.chunk]
+                for run in message.runs:
+                    for key, start, stop in chunk.pieces(run.start, run.start + run.size):
+                        self._mark(message.chunk, start, stop)
+                        self._keys.setdefault(chunk.store, {})[key] = None
+                self._layouts.add(chunk.store)
+            case p.Declare():
+                if message.create:
+                    keys = [entry.key for entry in message.entries]
+                    self._keys.setdefault(message.store, {}).update(dict.fromkeys(keys))
+                    self._layouts.add(message.store)
+                self._is_set = True
+            case p.SetState():
+                self._mark(message.chunk, message.start, message.start + message.size)
+            case p.Embed():
+                (piece,) = self._context.stores[message.store].shards[message.key].pieces
+                self._mark(piece.chunk, 0, 1)
+                self._keys.setdefault(message.store, {})[message.key] = None
+                self._layouts.add(message.store)
+            case p.Freeze() | p.Put() | p.Announce():
+                self._is_published = True
+            case p.TableRate():
+                self._mark(message.chunk, 0, 1)
+            case p.Open() | p.Close() | p.Optimize() | p.Rate() | p.Join() | p.Return() | p.Revive():
+                self.note_all(values=isinstance(message, p.Revive))
+            case _:
+                pass
 
     def _note_read(self, message: p.Push | p.Pull | p.PullRows | p.PullChanged) -> None:
         """An optimizer that tracks pulls may have noted what a worker has read."""
