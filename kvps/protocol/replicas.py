@@ -30,6 +30,8 @@ class CopyStores(Message):
     names: tuple[str, ...]
     lives: tuple[StoreLife, ...]
     """The last life of each store that has ended and is known, the oldest first."""
+    workers: dict[str, int]
+    """Rank -> the newest incarnation that the primary has heard of."""
 
 
 class CopiedRefusal(NamedTuple):
@@ -70,8 +72,10 @@ class CopyStore(Message):
     rate_calls: int
     rate_after: int
     refusals: tuple[CopiedRefusal, ...]
-    outside: tuple[int, ...] = ()
+    outside: tuple[int, ...]
     """The ranks whose replacement has not entered the store."""
+    entered: dict[str, int]
+    """Rank of an added worker -> the incarnation that has entered the store."""
 
 
 @tag(56)

@@ -4,13 +4,16 @@ Each worker pushes a one of its own, so the value says how many pushes of each w
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvps.errors import KvpsError
+from kvps.protocol.membership import Drain
 from tests.simulation.cluster import Cluster, Script, Store
-from tests.simulation.training import SEEDS, faults_of
+from tests.simulation.test_replicas import is_given_up
+from tests.simulation.training import FEWER, SEEDS, faults_of
 
 WORKERS_MAX = 8
 
@@ -27,7 +30,9 @@ def counted(value: torch.Tensor, number: int) -> set[float]:
     return set(value[number::WORKERS_MAX].tolist())
 
 
-def come_and_go(kv: Store, number: int, steps: int, sizes: dict[str, int], way: str) -> Script:
+def come_and_go(
+    kv: Store, number: int, steps: int, sizes: dict[str, int], way: str, pause_s: float = 0.01
+) -> Script:
     """Push so often, and leave; return the values at the end."""
     zeros = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
     yield from kv.open()
@@ -43,7 +48,7 @@ def come_and_go(kv: Store, number: int, steps: int, sizes: dict[str, int], way: 
             values = yield from kv.pull(mine)
         for value in values.values():
             assert counted(value, number) == {step + 1.0}, (number, step, value)
-        yield 0.01
+        yield pause_s
     return values
 
 
@@ -130,6 +135,43 @@ def test_added_workers_and_the_scheduler_may_be_killed_at_any_time(seed: int) ->
     for number, client in cluster.clients.items():
         error = client.error or (client.done_at is None and client.core.member.end) or None
         assert number in killed or error is None or (number >= 2 and is_refusal(error)), error
+
+
+@pytest.mark.spec("R631")
+@pytest.mark.parametrize("replicas", [0, 1], ids=["move", "are lost"])
+@pytest.mark.parametrize("seed", FEWER)
+def test_servers_move_or_are_lost_while_workers_come_and_go(seed: int, replicas: int) -> None:
+    """What takes the seat of a server knows which workers were added, and have entered."""
+    dice = random.Random(seed)
+    mode = dice.choice(["sync", "sync", "async", "ssp"])
+    kv = Store(mode=mode, staleness=3 * (mode == "ssp"), on_worker_lost="shrink", bigarray_bound=16)
+    sizes, way = {"k0": 40, "k1": 16}, dice.choice(["pushpull", "push, pull"])
+    steps = [dice.randint(20, 40) if number < 2 else dice.randint(1, 20) for number in range(WORKERS_MAX)]
+
+    def script(number: int) -> Script:
+        return come_and_go(kv, number, steps[number], sizes, way, 0.04)
+
+    faults = replace(faults_of(dice), in_order=True)
+    cluster = Cluster(2, 2, script, seed, faults, most_workers=4, replicas=replicas)
+    for _ in range(2, WORKERS_MAX):
+        come(cluster, 1.4 + dice.random() * 1.5)
+    cluster.coming = WORKERS_MAX - 2
+
+    def strike(left: int, rank: int) -> None:
+        if cluster.is_done or not left:
+            return
+        cluster.network.at(cluster.network.now + dice.random(), lambda: strike(left - 1, 1 - rank))
+        primary, _ = cluster.holders(rank)
+        if not replicas:
+            cluster.order(Drain(rank, 60.0))
+        elif primary is not None and cluster.is_level(rank) and not is_given_up(primary):
+            cluster.network.kill(primary)
+
+    cluster.network.at(1.4 + dice.random() * 0.5, lambda: strike(8, 0))
+    cluster.run(3_000)
+    for number, client in cluster.clients.items():
+        error = client.error or (client.done_at is None and client.core.member.end) or None
+        assert error is None or (number >= 2 and is_refusal(error)), error
 
 
 def come(cluster: Cluster, at: float) -> None:

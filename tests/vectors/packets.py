@@ -295,7 +295,11 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (asking_nothing(SERVER), m.Standing(False, 43, 0, 0, "store 'kv' is async"), ()),
         (asking_nothing(SERVER), m.Follow(), ()),
         (SERVER, m.CopyBegin(), ()),
-        (SERVER, m.CopyStores(("weights",), (m.StoreLife("weights", 1), m.StoreLife("ended", 0))), ()),
+        (
+            SERVER,
+            m.CopyStores(("weights",), (m.StoreLife("weights", 1), m.StoreLife("ended", 0)), {"1": 17}),
+            (),
+        ),
         (
             SERVER,
             m.CopyStore(
@@ -318,6 +322,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
                 8,
                 (m.CopiedRefusal("optimizer", False, 1, 0, 3, "lr must be positive"),),
                 (1,),
+                {"2": 19},
             ),
             (),
         ),

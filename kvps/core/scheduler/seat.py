@@ -143,11 +143,6 @@ class Settings:
                 f"--replicas 1 with --servers {self.servers}: a copy has to lie in another server's process, "
                 "so start 2 or more servers, or leave --replicas at 0"
             )
-        if self.replicas and self.most_workers:
-            raise ConfigError(
-                f"--replicas {self.replicas} with --workers {self.workers_range}: the copy of a server does "
-                "not know which added workers take part; use a fixed number of workers, or --replicas 0"
-            )
         limits = (self.silence_max_s, self.drop_grace_s, self.replace_max_s, self.forming_max_s)
         for limit in limits:
             if limit is not None and not (math.isfinite(limit) and limit > 0):

@@ -152,12 +152,15 @@ class RequestContext:
     def enter(self, store: ServerStore, session: Session) -> None:
         """Count an added worker in a store from now on: rounds that are open wait for it, and its clock
         starts at that of the slowest live rank."""
-        rank = session.rank
-        self._let_in(store, (rank,))
-        is_added = self.member.quorum().added.get(rank) == session.incarnation
-        if not is_added or store.entered.get(rank) == session.incarnation:
+        self._let_in(store, (session.rank,))
+        if self.member.quorum().added.get(session.rank) == session.incarnation:
+            self.admit(store, session.rank, session.incarnation)
+
+    def admit(self, store: ServerStore, rank: int, incarnation: int) -> None:
+        """Note that a process of an added worker has entered a store."""
+        if store.entered.get(rank) == incarnation:
             return
-        store.entered[rank] = session.incarnation
+        store.entered[rank] = incarnation
         self._quorums.pop(store.name, None)
         for chunk in self.chunks.of_store(store.name):
             for span in chunk.spans:

@@ -529,7 +529,7 @@ class Server(Core):
             )
             return False
         self._follower, self._was_promoted = None, True
-        self.context.was_copied = True
+        self.context.was_copied, self.context.lives = True, follower.met
         self.publications.keeps_until = self.counts.now + LEASE_S
         if self.member.seat.replicas:
             self._replicate()

@@ -35,7 +35,7 @@ from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
 from kvps.core.server.publications import Publications
 from kvps.core.server.replicas.published import PublishedChanges
-from kvps.core.server.replicas.state import copied_key, settings_of, told
+from kvps.core.server.replicas.state import by_text, copied_key, settings_of, told
 from kvps.core.server.replicas.tables import TableChanges
 from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.snapshot.elements import history_of, states_of
@@ -306,6 +306,8 @@ class Replicator:
         self._settings: dict[str, p.CopyStore] = {}
         self._over: list[tuple[str, int]] = []
         """The last life of each store that has ended, as the standby was told."""
+        self._lives: dict[int, int] = {}
+        """The incarnations of workers that it was told of."""
         self._sent_layouts: dict[int, tuple[str, Layout]] = {}
         self._keys: dict[str, dict[str, None]] = {}
         self._layouts: set[str] = set()
@@ -392,9 +394,10 @@ class Replicator:
         stores, ended = self._context.stores, self._control.ended
         kept = tuple([name for name, store in self._stores.items() if stores.get(name) is store])
         over = [(name, known.life) for name, known in ended.all().items() if name not in stores]
-        if len(kept) < len(self._stores) or over != self._over:
-            self._over = over
-            self._say(p.CopyStores(kept, tuple(starmap(p.StoreLife, over))))
+        lives = self._context.lives
+        if len(kept) < len(self._stores) or over != self._over or lives != self._lives:
+            self._over, self._lives = over, dict(lives)
+            self._say(p.CopyStores(kept, tuple(starmap(p.StoreLife, over)), by_text(lives)))
         for name in self._stores.keys() - {*kept}:
             del self._stores[name]
             self._settings.pop(name, None)
@@ -405,8 +408,6 @@ class Replicator:
             self._tables = {
                 number: known for number, known in self._tables.items() if number in self._chunks.by_number
             }
-        if self._member.seat.most:
-            self.reason = "the workers of the job come and go"  # who has entered is not copied
         for name, store in stores.items():
             if name not in self._stores:
                 self._stores[name] = store

@@ -65,6 +65,8 @@ class Follower:
         self._publications = publications
         self._context, self._control, self._rules = context, control, rules
         self._chunks = context.chunks
+        self.met: dict[int, int] = {}
+        """The incarnations of workers that the primary has heard of."""
         self._rows: list[tuple[p.CopyRows, Sequence[memoryview]]] = []
         """Rows of a table that are taken in with others, which are still to come."""
 
@@ -170,6 +172,7 @@ class Follower:
 
     def _keep(self, message: p.CopyStores) -> None:
         """Drop all other stores."""
+        self.met = by_rank(message.workers)
         stores = self._context.stores
         for name in stores.keys() - {*message.names}:
             self._control.drop(stores[name])
@@ -179,6 +182,8 @@ class Follower:
     def _set(self, message: p.CopyStore) -> None:
         store = self._context.store(message.store)
         store.restored, store.stamps = message.restored, message.stamps
+        for rank, incarnation in by_rank(message.entered).items():
+            self._context.admit(store, rank, incarnation)
         self._context.leave_outside(store, frozenset(message.outside))
         life = self._control.ended.of(store.name)
         assert life is not None, "it began with the store"

@@ -40,6 +40,7 @@ def settings_of(store: ServerStore, life: StoreLife | None, outside: frozenset[i
         rate.after,
         tuple([_refusal(*kept) for kept in store.refusals.kept(REFUSALS_MAX)]),
         tuple(sorted(outside)),
+        by_text(store.entered),
     )
 
 

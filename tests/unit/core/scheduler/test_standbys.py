@@ -77,16 +77,6 @@ def test_impossible_copies_are_refused(servers: int, replicas: int, text: str) -
         Settings(1, servers, replicas=replicas)
 
 
-def test_copies_of_a_job_whose_workers_come_and_go_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--replicas 1 with --workers 1:3: the copy of a server does not"):
-        Settings(1, 2, replicas=1, most_workers=3)
-
-
-def test_copies_and_added_workers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--replicas 1 with --workers 1:3"):
-        Settings(1, 2, replicas=1, most_workers=3)
-
-
 @pytest.mark.spec("R521")
 def test_a_job_without_copies_has_no_rows_of_standbys() -> None:
     stage = Stage(1, 2)

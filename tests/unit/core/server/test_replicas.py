@@ -62,8 +62,8 @@ class Pair:
     ) -> None:
         first, other = [{"tier": tier, "memory_limit": TIERED_LIMIT} for tier in tiers] or [{}, {}]
         self.primary = Stage(2, servers, most=most, every_s=every_s, welcome={"replicas": 1}, **first)
-        follows = {"replicas": 1, "follows": True}
-        self.standby = Stage(2, servers, welcome=follows, life=LIFE, standby=LIFE, greeted=False, **other)
+        mine = {"welcome": {"replicas": 1, "follows": True}, "most": most, **other}
+        self.standby = Stage(2, servers, life=LIFE, standby=LIFE, greeted=False, **mine)  # type: ignore[arg-type]
         self.said: list[Any] = []
         """What workers have heard, of the primary and of the standby."""
 
@@ -299,29 +299,54 @@ def test_a_store_that_cannot_be_copied_keeps_the_copy_from_being_level() -> None
     assert not pair.primary.sent, "bytes for a copy that never becomes level"
 
 
-@pytest.mark.spec("R501")
-def test_a_job_whose_workers_come_and_go_is_not_copied() -> None:
-    pair = Pair(most=3)
-    pair.name()
-    pair.ask()
-    pair.pump()
-    pair.primary.now += 2
-    pair.primary.take(pair.primary.server.on_timer(pair.primary.now))
-    assert pair.primary.standings[-1].reason == "the workers of the job come and go"
-    assert not any(standing.level for standing in pair.standby.standings)
-
-
-@pytest.mark.spec("R578")
+@pytest.mark.spec("R631")
+@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("has_entered", [False, True])
-def test_standby_knows_which_replacements_have_not_entered(*, has_entered: bool) -> None:
+def test_standby_knows_which_added_workers_have_entered(mode: str, *, has_entered: bool) -> None:
+    """The second holder of rank 1 counts from its entry on, and its pushes are counted from 0."""
+    pair = Pair(most=2)
+    item = pair.primary
+    item.open(mode)
+    item.init("w", [1.0, 2.0, 3.0])
+    item.optimizer("sgd", lr=1.0)
+    (piece,) = item.pieces["w"]
+    for rank in range(2):
+        pair.do(rank, of(rank, push(piece, 0, pull=False)), torch.ones(3))
+    item.show(w1="vacant")
+    pair.level()
+    pair.standby.show(w1="vacant")
+    item.seats[1] = Seat("added", 60)
+    item.show()
+    item.hello(1)
+    if has_entered:
+        item.say(1, p.Return("kv", 0))
+        pair.pump()
+    pair.standby.seats = item.seats
+    pair.promote()
+    (span,) = pair.standby.server.context.chunks.by_number[piece.chunk].spans
+    pair.standby.say(0, of(0, push(piece, 1, pull=False)), torch.ones(3))
+    if mode == "sync":
+        assert span.version == 2 - int(has_entered)
+    else:
+        pair.standby.say(1, of(1, push(piece, 0, pull=False)), torch.ones(3))
+        assert span.version == 3 + int(has_entered)
+
+
+@pytest.mark.spec("R578", "R632")
+@pytest.mark.parametrize("has_entered", [None, False, True], ids=["with the seat", "starts", "has entered"])
+def test_standby_knows_which_replacements_have_not_entered(*, has_entered: bool | None) -> None:
+    """They are shown by the view that promotes the standby, or before."""
     pair = Pair()
     item = pair.primary
     item.open(on_worker_lost="shrink")
     item.init("w", [1.0, 2.0, 3.0])
     (piece,) = item.pieces["w"]
     pair.level()
-    item.replace(1)
-    pair.pump()
+    if has_entered is None:
+        item.seats[1] = Seat("held", 60)
+    else:
+        item.replace(1)
+        pair.pump()
     if has_entered:
         item.pull(1, "w", values=False)
         pair.pump()
