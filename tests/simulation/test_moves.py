@@ -11,7 +11,7 @@ import pytest
 from kvps.protocol.membership import Drain, Scale
 from tests.simulation.cluster import Cluster, Script
 from tests.simulation.network import Process
-from tests.simulation.test_replicas import WAYS, job_of, train
+from tests.simulation.test_replicas import WAYS, job_of, standing, train
 from tests.simulation.training import (
     FEWER,
     Fault,
@@ -96,8 +96,9 @@ def lose_source(cluster: Cluster) -> None:
 
 
 def lose_target(cluster: Cluster) -> None:
+    """End the target, unless it has said that it is level: from then on it is lost as a server is."""
     _, target = cluster.holders(0)
-    if target is not None:
+    if target is not None and not standing(target).level:
         cluster.network.kill(target)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.server.server import Server
+from kvps.protocol.membership import Standing
 from tests.simulation import test_compression as compression
 from tests.simulation import test_embeddings as embeddings
 from tests.simulation import test_nonfinite as nonfinite
@@ -196,12 +197,17 @@ def test_a_primary_that_drops_updates_may_die_at_any_packet(mode: str) -> None:
     end_at_each_packet(job, lose_primary, (once_level(nonfinite.train)[0], nonfinite.is_trained))
 
 
-def is_given_up(primary: Process) -> bool:
-    """Whether a primary has asked for another standby."""
-    core = primary.core
+def standing(process: Process) -> Standing:
+    """What a primary or a standby tells the scheduler of the copy."""
+    core = process.core
     assert isinstance(core, Server)
     assert core.member.standing is not None
-    return core.member.standing().dismiss != 0
+    return core.member.standing()
+
+
+def is_given_up(primary: Process) -> bool:
+    """Whether a primary has asked for another standby."""
+    return standing(primary).dismiss != 0
 
 
 @pytest.mark.parametrize("seed", FEWER)
