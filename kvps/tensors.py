@@ -42,8 +42,8 @@ def as_tensor(value: Array) -> torch.Tensor:
         Mismatch: for anything but a dense tensor or array of a supported element type.
     """
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            raise Mismatch(f"expected a dense tensor, got layout {value.layout}")
+        if value.layout is not torch.strided or value.is_nested:
+            raise Mismatch(f"expected a dense tensor, got {_kind_of(value)}")
         tensor = value.detach()
     elif isinstance(value, np.ndarray):
         if value.dtype.name not in BY_NAME or value.dtype.isbuiltin != 1:
@@ -71,8 +71,8 @@ def ids_of(ids: object, what: str = "ids") -> torch.Tensor:
     """
     if isinstance(ids, torch.Tensor):
         tensor = ids.detach()
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            raise Mismatch(f"{what} are a dense tensor with values, got {tensor.layout} on {tensor.device}")
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+            raise Mismatch(f"{what} are a dense tensor with values, got {_kind_of(tensor)}")
     else:
         try:
             array = np.asarray(ids)
@@ -83,9 +83,13 @@ def ids_of(ids: object, what: str = "ids") -> torch.Tensor:
             tensor = torch.from_numpy(array.astype(np.int64) if array.size == 0 else array.copy())
         except (TypeError, ValueError, OverflowError) as error:
             raise Mismatch(f"{what} are whole numbers of 64 bits, got {ids!r:.60}: {error}") from error
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized or tensor.dtype == torch.bool:
         raise Mismatch(f"{what} are whole numbers, got {tensor.dtype}")
     return tensor.to(torch.int64)
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    return "a nested tensor" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
 
 
 def _unsigned(ids: object, array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -168,7 +168,7 @@ def rows_of(table: Table, gradients: object, shape: tuple[int, ...]) -> torch.Te
         Mismatch: if they are none.
     """
     dim = table.recipe.dim
-    if isinstance(gradients, list | tuple) and not len(gradients):
+    if isinstance(gradients, list | tuple) and not len(gradients) and 0 in shape:
         gradients = torch.empty((*shape, dim), device="cpu")
     if not isinstance(gradients, torch.Tensor | np.ndarray):
         raise Mismatch(

@@ -26,8 +26,8 @@ class _Lookup(torch.nn.Module):
         super().__init__()
         if not isinstance(table, EmbeddingTable):
             raise ConfigError(f"table: give the result of kv.embedding(...), got {type(table).__name__}")
-        if padding_idx is not None and type(padding_idx) is not int:
-            raise ConfigError(f"padding_idx={padding_idx!r:.40}: give a whole number or None")
+        if padding_idx is not None and (type(padding_idx) is not int or not -(2**63) <= padding_idx < 2**63):
+            raise ConfigError(f"padding_idx={padding_idx!r:.40}: give a whole number of 64 bits or None")
         self.table = table
         self.padding_idx = padding_idx
         self.op = checked_op(op)

@@ -120,12 +120,12 @@ def _edges(where: str, offsets: object, count: int, *, has_last: bool) -> torch.
 
 
 def _weights(where: str, given: object, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    if not isinstance(given, torch.Tensor) or given.shape != shape or given.dtype != dtype:
-        found = (
-            f"{given.dtype} {list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
-        )
-        raise Mismatch(f"{where}: per_sample_weights are {dtype} {list(shape)}, as the ids; got {found}")
-    return given.reshape(-1)
+    found = type(given).__name__
+    if isinstance(given, torch.Tensor):
+        if (given.shape, given.dtype, given.layout) == (shape, dtype, torch.strided) and not given.is_meta:
+            return given.reshape(-1)
+        found = f"{given.dtype} {list(given.shape)}, {given.layout} on {given.device}"
+    raise Mismatch(f"{where}: per_sample_weights are {dtype} {list(shape)}, as the ids; got {found}")
 
 
 class Lookup(Protocol):

@@ -80,7 +80,7 @@ def test_arrays_that_torch_cannot_share_are_copied(array: np.ndarray) -> None:
         (np.zeros(2, bool), "bool is not supported"),
         (torch.zeros(2, dtype=torch.complex64), "torch.complex64 is not supported"),
         (torch.zeros(2, dtype=torch.bool), "torch.bool is not supported"),
-        (torch.eye(2).to_sparse(), "expected a dense tensor, got layout torch.sparse_coo"),
+        (torch.eye(2).to_sparse(), "expected a dense tensor, got torch.sparse_coo"),
     ],
 )
 def test_anything_else_is_refused(value: object, says: str) -> None:

@@ -174,8 +174,9 @@ def test_a_mean_is_taken_where_a_store_adds_up(
 def test_arguments_that_cannot_be(table: kvps.EmbeddingTable) -> None:
     with pytest.raises(ConfigError, match=r"kv\.embedding"):
         Embedding(torch.nn.Embedding(1, 1))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="padding_idx='0'"):
-        Embedding(table, padding_idx="0")  # type: ignore[arg-type]
+    for padding_idx in ("0", 2**63):
+        with pytest.raises(ConfigError, match=f"padding_idx={padding_idx!r}: give a whole number of 64 bits"):
+            Embedding(table, padding_idx=padding_idx)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="op='mean'"):
         Embedding(table, op="mean")
     with pytest.raises(Mismatch, match="ids are whole numbers"):

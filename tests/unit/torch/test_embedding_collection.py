@@ -265,6 +265,8 @@ BAD_BAGS: list[tuple[tuple[Any, ...], str]] = [
     ((torch.tensor([[1, 2]]), None, torch.ones(2)), r"float32 \[1, 2\], as the ids; got torch.float32 \[2\]"),
     ((torch.tensor([[1, 2]]), None, torch.ones(1, 2).double()), "float64"),
     ((torch.tensor([[1, 2]]), None, 2.0), "as the ids; got float"),
+    ((torch.tensor([[1, 2]]), None, torch.ones(1, 2, device="meta")), "strided on meta"),
+    ((torch.tensor([[1, 2]]), None, torch.ones(1, 2).to_sparse()), "sparse_coo on cpu"),
 ]
 
 
