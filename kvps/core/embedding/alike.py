@@ -148,7 +148,7 @@ class AlikeTables:
     def _stand(self) -> tuple[int, int]:
         """How often tables have dropped ids, and how many rows there are."""
         indexes = [table.index for table in self.tables]
-        return sum([index.drops for index in indexes]), sum(map(len, indexes))
+        return sum([index.drops for index in indexes]), sum([index.count for index in indexes])
 
     def _found(self, ids: Ids, sizes: tuple[int, ...]) -> _Found:
         """Return the slots of the ids of a push: those that a pull has found, if it had the same ids."""

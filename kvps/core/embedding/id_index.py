@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvps.core.embedding.id_hash import INDEX_SALT, Ids, hashes
-from kvps.core.embedding.pages import grown, selected, spread, window, zeros
+from kvps.core.embedding.pages import grown, window, zeros
 
 FULL = 0.6
 """Maximum load factor: above it, the longest probe sequences grow fast."""
@@ -29,10 +29,11 @@ CELLS_MIN = 1024
 AT_ONCE = 1 << 16
 """Ids that are entered at once into new cells: it bounds what the arrays between take."""
 SLOTS_MAX = 2**31 - 1
+WIDE, WIDEST = 1024, 8
+"""Cells that the ids of one pass look at together, if they are few; and cells of each at most."""
 _FREE = np.int32(-1)
 
 Slots = npt.NDArray[np.int64]
-Spread = np.int64 | npt.NDArray[np.int64]
 
 
 class IdIndex:
@@ -46,14 +47,15 @@ class IdIndex:
         """Slots below ``used`` that have no id, in arrays; the last is given out first."""
         self.used = 0
         """Slots given out so far, freed ones included."""
-        self._count = 0
+        self.count = 0
+        """How many ids it has."""
         self.moves = 0
         """How often its cells or ids have moved to another array."""
         self.drops = 0
         """How often ids were dropped."""
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     @property
     def size_bytes(self) -> int:
@@ -80,14 +82,14 @@ class IdIndex:
         if not len(slots):
             return
         self._free.append(np.sort(slots)[::-1].copy())
-        self._count -= len(slots)
+        self.count -= len(slots)
         self.drops += 1
         self._rebuild(len(self._cells))
 
     def new_slots(self, count: int) -> Slots:
         """Return slots for so many ids, which are still to be written and entered into cells."""
         self._widen(count)
-        self._count += count
+        self.count += count
         taken = []
         while count and self._free:
             last = self._free.pop()
@@ -114,14 +116,14 @@ class IdIndex:
         free = free[~np.isin(free, slots)]
         self._ids = grown(self._ids, self.used, used)
         self.moves += 1
-        self._free, self.used, self._count = [free] if len(free) else [], used, self._count + len(slots)
+        self._free, self.used, self.count = [free] if len(free) else [], used, self.count + len(slots)
         self._ids[slots] = ids
-        _enter(self._cells, ids, slots, np.int64(0), np.int64(len(self._cells) - 1))
+        _enter(self._cells, ids, slots, np.array([0, len(self._cells) - 1]))
 
     def _widen(self, more: int) -> None:
         """Make cells for so many ids more."""
         size = len(self._cells)
-        while self._count + more > FULL * size:
+        while self.count + more > FULL * size:
             size *= 2
         if size > len(self._cells):
             self._rebuild(size)
@@ -137,16 +139,16 @@ class IdIndex:
             slots = np.arange(begin, min(begin + AT_ONCE, self.used))
             if self._free:
                 slots = slots[~is_free[slots]]
-            _enter(self._cells, self._ids[slots], slots, np.int64(0), np.int64(size - 1))
+            _enter(self._cells, self._ids[slots], slots, np.array([0, size - 1]))
 
     def check(self) -> None:
         """Assert the invariants: every id that has a slot is found there, and no other is."""
         free = np.concatenate([*self._free, np.empty(0, np.int64)])
-        assert len(np.unique(free)) == len(free) == self.used - self._count
+        assert len(np.unique(free)) == len(free) == self.used - self.count
         taken = np.setdiff1d(np.arange(self.used), free)
         assert np.array_equal(np.sort(self._cells[self._cells >= 0]), taken)
         assert np.array_equal(self.find(self._ids[taken]), taken)
-        assert self._count <= FULL * len(self._cells)
+        assert self.count <= FULL * len(self._cells)
 
 
 class Indexes:
@@ -162,7 +164,7 @@ class Indexes:
         """How often the arrays of all had moved when the fields below were made."""
         self._cells, self._ids = parts[0]._cells, parts[0]._ids
         """The windows of all cells, and of the ids of all slots."""
-        self._begins = self._masks = self._firsts = np.zeros(0, np.int64)
+        self._where = np.zeros((3, 0), np.int64)
         """For each index where its cells begin, the number of its cells less one, and where its ids begin."""
 
     def _look(self) -> None:
@@ -171,9 +173,15 @@ class Indexes:
         if moves == self._moves:
             return
         self._moves = moves
-        self._cells, self._begins = window([part._cells for part in self._parts])
-        self._ids, self._firsts = window([part._ids for part in self._parts])
-        self._masks = np.array([len(part._cells) - 1 for part in self._parts])
+        self._cells, begins = window([part._cells for part in self._parts])
+        self._ids, firsts = window([part._ids for part in self._parts])
+        self._where = np.array([begins, [len(part._cells) - 1 for part in self._parts], firsts])
+
+    def _spread(self, sizes: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return :attr:`_where` for each of so many ids of each index; the same for all of one index."""
+        where = self._where
+        found: npt.NDArray[np.int64] = where[:, 0] if len(self._parts) == 1 else where.repeat(sizes, axis=1)
+        return found
 
     def find(self, ids: Ids, sizes: Sequence[int]) -> Slots:
         """Return the slot of each id in its index; -1 where it has none. Ids may be repeated.
@@ -184,24 +192,25 @@ class Indexes:
         """
         self._look()
         cells, owners = self._cells, self._ids
-        begin, mask, first = (spread(each, sizes) for each in (self._begins, self._masks, self._firsts))
+        begin, mask, first = where = self._spread(sizes)
         at = hashes(ids, INDEX_SALT).view(np.int64) & mask
-        found = cells.take(at + begin).astype(np.int64)
+        found: Slots = cells.take(at + begin).astype(np.int64)
         # A free cell is taken for one of slot 0: if that has the id, what is found is still -1.
         (left,) = (owners.take(np.maximum(found, 0) + first) != ids).nonzero()  # np.flatnonzero is slower
-        step = 0
-        while len(left):
-            # The cells that these looked at last are free, or of others.
-            left = left.take((found.take(left) >= 0).nonzero()[0])
-            step += 1
-            nearby = at.take(left)
-            nearby += step
-            nearby &= selected(mask, left)
-            at[left] = nearby
-            slots = cells.take(nearby + selected(begin, left)).astype(np.int64)
-            found[left] = slots
-            owner = owners.take(np.maximum(slots, 0, out=slots) + selected(first, left))
-            left = left.take((owner != ids.take(left)).nonzero()[0])
+        left = left.take((found.take(left) >= 0).nonzero()[0])
+        step = 1
+        while count := len(left):
+            # The cells that these looked at last are of other ids. Few ids look at several more each.
+            begin, mask, first = where if where.ndim == 1 else where.take(left, 1)
+            steps = np.arange(step, step := step + min(WIDEST, WIDE // count + 1))
+            nearby = at.take(left) + (steps * (steps + 1) // 2)[:, None]
+            nearby &= mask
+            nearby += begin
+            slots = cells.take(nearby).astype(np.int64)
+            is_last = owners.take(np.maximum(slots, 0) + first) == ids.take(left)
+            is_last |= slots < 0
+            found[left] = slots[0] if len(steps) == 1 else slots[is_last.argmax(0), np.arange(count)]
+            left = left.take((~is_last.any(0)).nonzero()[0])
         return found
 
     def add(self, ids: Ids, sizes: Sequence[int]) -> Slots:
@@ -209,13 +218,15 @@ class Indexes:
         given = [part.new_slots(size) for part, size in zip(self._parts, sizes, strict=True) if size]
         slots = np.concatenate([np.empty(0, np.int64), *given])
         self._look()
-        self._ids[slots + spread(self._firsts, sizes)] = ids
-        _enter(self._cells, ids, slots, spread(self._begins, sizes), spread(self._masks, sizes))
+        where = self._spread(sizes)
+        self._ids[slots + where[2]] = ids
+        _enter(self._cells, ids, slots, where[:2])
         return slots
 
 
-def _enter(cells: npt.NDArray[np.int32], ids: Ids, slots: Slots, begin: Spread, mask: Spread) -> None:
-    """Write slots into cells: of an index whose cells begin at ``begin`` and are ``mask`` + 1."""
+def _enter(cells: npt.NDArray[np.int32], ids: Ids, slots: Slots, where: npt.NDArray[np.int64]) -> None:
+    """Write slots into cells: ``where`` has where those of an index begin, and their number less one."""
+    begin, mask = where
     at, narrow, step = hashes(ids, INDEX_SALT).view(np.int64) & mask, slots.astype(np.int32), 0
     while len(at):
         places = at + begin
@@ -223,7 +234,7 @@ def _enter(cells: npt.NDArray[np.int32], ids: Ids, slots: Slots, begin: Spread, 
         cells[places.take(free)] = narrow.take(free)  # of several at one cell, one gets it
         (left,) = (cells.take(places) != narrow).nonzero()
         step += 1
-        begin, mask = selected(begin, left), selected(mask, left)
+        begin, mask = where = where if where.ndim == 1 else where.take(left, 1)
         at, narrow = at.take(left) + step & mask, narrow.take(left)
 
 

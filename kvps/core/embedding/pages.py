@@ -69,8 +69,3 @@ def spread(each: npt.NDArray[T], sizes: Sequence[int]) -> T | npt.NDArray[T]:
     """Return the element of its table for each of so many ids of each table; a scalar for one table."""
     first: T = each[0]
     return first if len(each) == 1 else each.repeat(sizes)
-
-
-def selected(values: T | npt.NDArray[T], places: npt.NDArray[np.int64] | slice) -> T | npt.NDArray[T]:
-    """Return what :func:`spread` has for the ids at ``places``."""
-    return values[places] if isinstance(values, np.ndarray) else values

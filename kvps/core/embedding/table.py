@@ -103,6 +103,8 @@ class EmbeddingRows:
         """The specification without the seed, which alike tables share."""
         self._hyper = recipe.hyper
         """The hyper-parameters, with the learning rate that was set last."""
+        self.lr = recipe.hyper.number("lr")
+        """The learning rate."""
         self.updater: Updater = create(recipe.hyper)
         self._rows_max = -(-recipe.max_rows // servers)
         columns = columns_of(recipe)
@@ -122,11 +124,6 @@ class EmbeddingRows:
     def __len__(self) -> int:
         return len(self.index)
 
-    @property
-    def lr(self) -> float:
-        """The learning rate."""
-        return self._hyper.number("lr")
-
     def set_rate(self, lr: float) -> None:
         """Set the learning rate of later updates.
 
@@ -135,10 +132,10 @@ class EmbeddingRows:
         """
         hyper = self._hyper.with_lr(lr)
         updater = create(hyper)
-        if hyper.number("lr") <= self._hyper.number("lr"):
+        if hyper.number("lr") <= self.lr:
             updater.take_over(self.updater)
         updater.demand(self.recipe.updated_in)
-        self._hyper, self.updater = hyper, updater
+        self._hyper, self.updater, self.lr = hyper, updater, hyper.number("lr")
 
     @property
     def size_bytes(self) -> int:

@@ -357,7 +357,7 @@ def read_rows(
     rank, target, ids = reading.session.rank, reading.target, reading.ids
     if isinstance(target, TableRows):
         assert ids is not None
-        return target.read(chunks.memory, reading.seq, rank, ids, packs=reading.packed)
+        return target.read(chunks, reading.seq, rank, ids, packs=reading.packed)
     spans = target.spans(chunks)
     versions = [span.version for span in spans]
     owed = min([span.owed(rank) for span in spans])

@@ -591,7 +591,7 @@ class Control:
 
     def set_table_rate(self, message: p.TableRate) -> None:
         """Set the learning rate of a table."""
-        table.embedding_of(self._chunks.at(message.chunk)).set_rate(message.lr)
+        self._chunks.at(message.chunk).table.set_rate(message.lr)
 
     def export(self, session: Session, seq: int, message: p.Export) -> None:
         """Answer with a block of a table."""

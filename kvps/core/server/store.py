@@ -396,12 +396,6 @@ class ServerStore:
         chunk.embedding = rows
         self._chunks.named.clear()
 
-    def embedding_at(self, piece: Piece) -> EmbeddingRows:
-        """Return the embedding table that a piece stands for."""
-        rows = self.chunk_at(piece).embedding
-        assert rows is not None, piece
-        return rows
-
     # --- the optimizer ----------------------------------------------------------------------
 
     def optimize(self, hyper: HyperParams) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, groupby
 
 import torch
 
@@ -127,6 +128,17 @@ class Chunk:
         """Element -> the reads that wait there."""
         self._waited_at: list[int] = []
         """The keys of ``waiting``, in order."""
+
+    @property
+    def table(self) -> EmbeddingRows:
+        """The embedding table whose element this chunk holds.
+
+        Raises:
+            ProtocolError: if it is none's.
+        """
+        if self.embedding is None:
+            raise ProtocolError(f"chunk {self.number} holds keys, not an embedding table")
+        return self.embedding
 
     @property
     def used(self) -> int:
@@ -393,6 +405,32 @@ class Chunk:
             assert all(reading.at == at and reading.chunk == self.number for reading in readings)
 
 
+class NamedTables:
+    """The tables of some chunks, which requests name together in this order."""
+
+    def __init__(self, chunks: tuple[Chunk, ...]) -> None:
+        tables = [chunk.table for chunk in chunks]
+        self.chunks = chunks
+        self.pieces = tuple([Piece(chunk.number, 0, 1) for chunk in chunks])
+        """The element of each table, which counts for all of its rows."""
+        self.recipes = tuple([table.recipe for table in tables])
+        self.row_bytes = tuple([recipe.dim * BY_NAME[recipe.dtype].itemsize for recipe in self.recipes])
+        self.alike = alike_runs(tables)
+        """The tables, in runs of those that are alike."""
+        stops = accumulate([len(alike.tables) for alike in self.alike])
+        runs = [
+            (alike, stop - len(alike.tables), stop) for alike, stop in zip(self.alike, stops, strict=True)
+        ]
+        self.groups = [(shape, list(some)) for shape, some in groupby(runs, _shape)]
+        """Element type and length of the rows of a frame; and the runs of its tables, with the index of the
+        first table of each, and of that behind its last."""
+
+
+def _shape(run: tuple[AlikeTables, int, int]) -> tuple[str, int]:
+    recipe = run[0].tables[0].recipe
+    return recipe.dtype, recipe.dim
+
+
 class Chunks:
     """All chunks of a server, by their number."""
 
@@ -414,9 +452,9 @@ class Chunks:
         not counted."""
         self.table_bytes: Counter[str] = Counter()
         """Store -> bytes of the rows of its tables."""
-        self.named: dict[tuple[int, ...], tuple[AlikeTables, ...]] = {}
-        """Chunks of tables that requests have named together -> the tables, in runs of those that are alike;
-        empty after a table was replaced."""
+        self.named: dict[tuple[int, ...], NamedTables] = {}
+        """Numbers of the chunks of tables that requests have named together -> the tables; empty after one of
+        any was replaced."""
         self.kinds: dict[str, type[Span]] = {}
         """Store -> the kind of its spans."""
         self._made = 0
@@ -433,6 +471,7 @@ class Chunks:
         """Take in a chunk that was made with the number that it had on another server of this rank."""
         chunk.kind = self.kinds.get(chunk.store, Span)
         self.by_number[chunk.number] = chunk
+        self.named.clear()
         self._made = max(self._made, chunk.number // self.servers)
 
     def at(self, number: int) -> Chunk:
@@ -446,15 +485,21 @@ class Chunks:
             raise ProtocolError(f"server {self.server} has no chunk {number}")
         return chunk
 
-    def alike(self, chunks: Sequence[Chunk]) -> tuple[AlikeTables, ...]:
-        """Return the tables of these chunks, in runs of those that are alike."""
-        numbers = tuple([chunk.number for chunk in chunks])
+    def tables(self, numbers: tuple[int, ...]) -> NamedTables:
+        """Return the tables of the chunks with these numbers.
+
+        Raises:
+            ProtocolError: if there is no such chunk, it holds keys, or the tables are of several stores.
+        """
         known = self.named.get(numbers)
         if known is None:
+            chunks = tuple([self.at(number) for number in numbers])
+            known = NamedTables(chunks)
+            if len({chunk.store for chunk in chunks}) != 1:
+                raise ProtocolError(f"a request names {len(chunks)} tables, and it needs some of one store")
             if len(self.named) >= NAMED_MAX:
                 del self.named[next(iter(self.named))]
-            tables = [chunk.embedding for chunk in chunks if chunk.embedding is not None]
-            known = self.named[numbers] = tuple(alike_runs(tables))
+            self.named[numbers] = known
         return known
 
     def open(self) -> Iterator[Chunk]:
@@ -503,6 +548,7 @@ class Chunks:
     def free(self, chunk: Chunk) -> None:
         """Free a chunk without keys."""
         del self.by_number[chunk.number]
+        self.named.clear()
         self.pushed.discard(chunk.number)
 
     def of_store(self, store: str) -> list[Chunk]:

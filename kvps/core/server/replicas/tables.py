@@ -19,7 +19,7 @@ from kvps.core.embedding.spec import DEPTH
 from kvps.core.embedding.table import EmbeddingRows
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.replicas.state import told
-from kvps.core.server.rules.table import embedding_of, recipe_of
+from kvps.core.server.rules.table import recipe_of
 from kvps.core.server.store import ServerStore
 from kvps.dtypes import BY_ID
 from kvps.tensors import dtype_of, from_frame, to_frame
@@ -127,7 +127,7 @@ def take_in(chunk: Chunk, store: ServerStore, message: p.CopyRows, payload: Sequ
     Raises:
         Overload, StorageError: if there is no room for them.
     """
-    table, frames = embedding_of(chunk), iter(payload)
+    table, frames = chunk.table, iter(payload)
 
     def taken(count: int) -> Slots:
         """Return so many numbers of the next frame."""

@@ -75,7 +75,7 @@ class RuleBook:
         self.rule: Callable[[int], Rule] = self._rules.__getitem__
         """Returns the rule of a chunk, by its number; raises ProtocolError if there is no such chunk."""
         self._shop = Workshop(
-            workers, BLOCK_COUNT * threads, context.meter, wake, self._say, self.rule, context.chunks.alike
+            workers, BLOCK_COUNT * threads, context.meter, wake, self._say, self.rule, context.chunks.tables
         )
         self.norms = GlobalNorms(context.stores, context.chunks, self._shop)
         self.steps = StepNorms(context.chunks, self._shop)

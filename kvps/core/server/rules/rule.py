@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from kvps.compression.spec import CodecSpec
-from kvps.core.embedding.alike import AlikeTables
 from kvps.core.gradients import Part
 from kvps.core.optim.base import State, Terms, Updater
 from kvps.core.row_gradients import RowGradient
 from kvps.core.server.chunks.rounds import PendingUpdate, Span, Verdict
-from kvps.core.server.chunks.slab import Chunk
+from kvps.core.server.chunks.slab import Chunk, NamedTables
 from kvps.core.server.context import StoreQuorum
 from kvps.core.server.meter import Meter
 from kvps.core.server.rules import rows
@@ -64,7 +63,7 @@ class Workshop:
         wake: called with the reads that waited for values that have just moved, before they move again.
         say: sends a message to another server, by its rank.
         rule: returns the rule of a chunk, by its number.
-        alike: returns embedding tables in runs of those that are alike, by their chunks.
+        named: returns embedding tables by the numbers of their chunks.
     """
 
     workers: int
@@ -73,7 +72,7 @@ class Workshop:
     wake: Callable[[list[PendingRead]], None]
     say: Callable[[int, Message], None]
     rule: Callable[[int], Rule]
-    alike: Callable[[Sequence[Chunk]], tuple[AlikeTables, ...]]
+    named: Callable[[tuple[int, ...]], NamedTables]
     tables: dict[int, tuple[Rule, PendingUpdate]] = field(default_factory=dict)
     """Chunk of a table -> its rule, and the update that waits for those of other tables in one message."""
     _blocks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)

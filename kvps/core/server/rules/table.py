@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, groupby, pairwise, repeat
-from operator import attrgetter
+from operator import attrgetter, itemgetter, mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ from kvps.core.gradients import Part
 from kvps.core.placement import EMBEDDING
 from kvps.core.row_gradients import RowGradient
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
-from kvps.core.server.chunks.slab import Chunk, Chunks
+from kvps.core.server.chunks.slab import Chunk, Chunks, NamedTables
 from kvps.core.server.rules.rule import Rule, Workshop
 from kvps.core.server.store import ServerStore, Shard
 from kvps.dtypes import BY_ID, BY_NAME, summed_in
@@ -47,7 +47,7 @@ from kvps.protocol.values import (
     TablePart,
     TableStand,
 )
-from kvps.tensors import PRIVATE, Memory, accumulator, dtype_of, from_frame, to_frame
+from kvps.tensors import PRIVATE, accumulator, dtype_of, from_frame, to_frame
 
 EXPORT_BYTES = 32 << 20
 """Maximum bytes of one frame in an answer to EXPORT."""
@@ -82,7 +82,7 @@ def embed(store: ServerStore, key: str, recipe: EmbeddingSpec, server: int, serv
     if shard is None:
         return _make(store, key, recipe, server, servers)
     (piece,) = shard.pieces
-    there = store.embedding_at(piece).recipe
+    there = store.chunk_at(piece).table.recipe
     if difference := there.difference(recipe):
         raise Mismatch(
             f"table {name_of(key)!r} of store {store.name!r} has {difference} "
@@ -109,28 +109,11 @@ def name_of(key: str) -> str:
     return key.removeprefix(EMBEDDING)
 
 
-def embedding_of(chunk: Chunk) -> EmbeddingRows:
-    """Return the table whose element a chunk holds.
-
-    Raises:
-        ProtocolError: if it is none's.
-    """
-    if chunk.embedding is None:
-        raise ProtocolError(f"chunk {chunk.number} holds keys, not an embedding table")
-    return chunk.embedding
-
-
 # --- pushes and pulls -------------------------------------------------------------------------------
 
 ANSWER_BYTES = 64 << 20
 """Maximum bytes of the rows in one answer."""
-_piece, _stand = maker(Piece), maker(TableStand)
-
-
-def _shape(alike: AlikeTables) -> tuple[str, int]:
-    """Return what tables of one frame have in common."""
-    recipe = alike.tables[0].recipe
-    return recipe.dtype, recipe.dim
+_stand = maker(TableStand)
 
 
 class PushedGroup(NamedTuple):
@@ -177,13 +160,10 @@ class TableGradient(RowGradient):
 class TableRows:
     """Rows of some embedding tables on a server, numbered by their ids, as a request names them."""
 
-    chunks: tuple[Chunk, ...]
-    """The chunk of each table."""
+    tables: NamedTables
     pieces: tuple[Piece, ...]
     """The element of each table, which counts for all of its rows here."""
     parts: tuple[TablePart, ...]
-    alike: tuple[AlikeTables, ...]
-    """The tables, in runs of those that are alike."""
     sizes: tuple[int, ...]
     """The number of ids of each part."""
     edges: tuple[int, ...]
@@ -198,25 +178,13 @@ class TableRows:
         Raises:
             ProtocolError: if there is no such chunk, it holds keys, or the tables are of several stores.
         """
-        known = chunks.by_number
-        found = [known[part.chunk] if part.chunk in known else chunks.at(part.chunk) for part in parts]
-        for chunk in found:
-            embedding_of(chunk)
-        if len({chunk.store for chunk in found}) != 1:
-            raise ProtocolError(f"a request names {len(parts)} tables, and it needs some of one store")
-        sizes = tuple([part.size for part in parts])
-        pieces = tuple([_piece((part.chunk, 0, 1)) for part in parts])
-        alike, edges = chunks.alike(found), tuple(accumulate(sizes, initial=0))
-        return cls(tuple(found), pieces, parts, alike, sizes, edges, chunks.server, chunks.servers)
+        numbers, _, sizes = zip(*parts, strict=True) if parts else ((), (), ())
+        tables, edges = chunks.tables(numbers), tuple(accumulate(sizes, initial=0))
+        return cls(tables, tables.pieces, parts, sizes, edges, chunks.server, chunks.servers)
 
     def spans(self, chunks: Chunks) -> list[Span]:
         """Return the span of each table."""
-        return [chunk.spans[0] for chunk in self.chunks]
-
-    @property
-    def recipes(self) -> list[EmbeddingSpec]:
-        """The recipe of each table."""
-        return [table.recipe for alike in self.alike for table in alike.tables]
+        return [chunk.spans[0] for chunk in self.tables.chunks]
 
     def ids(self, payload: Sequence[memoryview]) -> torch.Tensor:
         """Return the ids of a request.
@@ -266,7 +234,7 @@ class TableRows:
         Raises:
             Mismatch, ProtocolError: if they are not.
         """
-        recipes, at = self.recipes, 0
+        recipes, at = self.tables.recipes, 0
         for dtype, dim, parts in message.groups:
             name = BY_ID[dtype].name
             for recipe, part in zip(recipes[at : at + parts], self.parts[at:], strict=False):
@@ -304,8 +272,7 @@ class TableRows:
         Raises:
             ProtocolError: also if their rows are more than an answer may have.
         """
-        sizes = [recipe.dim * BY_NAME[recipe.dtype].itemsize for recipe in self.recipes]
-        size = sum([part.size * width for part, width in zip(self.parts, sizes, strict=True)])
+        size = sum(map(mul, self.sizes, self.tables.row_bytes))
         if size > ANSWER_BYTES:
             raise ProtocolError(
                 f"chunk {self.parts[0].chunk}: {self.edges[-1]} rows are {size} bytes, and the limit of "
@@ -314,7 +281,7 @@ class TableRows:
         return self.ids(payload)
 
     def read(
-        self, memory: Memory, seq: int, rank: int, ids: torch.Tensor, *, packs: bool
+        self, chunks: Chunks, seq: int, rank: int, ids: torch.Tensor, *, packs: bool
     ) -> tuple[PulledTables, tuple[torch.Tensor, ...]]:
         """Return the answer to a pull of ``ids`` by ``rank``, and its frames, in memory that others read.
 
@@ -322,29 +289,23 @@ class TableRows:
         """
         numbers, edges = ids.numpy(), self.edges
         groups, counts, frames = [], [], []
-        first = 0
-        for (dtype, dim), some in groupby(self.alike, _shape):
-            start, runs = first, list(some)
-            stop = first + sum([len(alike.tables) for alike in runs])
-            begin, end = edges[first], edges[stop]
+        for (dtype, dim), runs in self.tables.groups:
+            first, last = runs[0][1], runs[-1][2]
+            begin, end = edges[first], edges[last]
             kind = ("uint8", SCALE_BYTES + dim) if packs else (dtype, dim)
-            groups.append(TableGroup(BY_NAME[kind[0]].id, kind[1], stop - first))
+            groups.append(TableGroup(BY_NAME[kind[0]].id, kind[1], last - first))
             counts.append(end - begin)
             if begin < end:
-                values = (PRIVATE if packs else memory).empty((end - begin) * dim, dtype)
+                values = (PRIVATE if packs else chunks.memory).empty((end - begin) * dim, dtype)
                 rows = values.view(end - begin, dim)
-                for alike in runs:
-                    last = start + len(alike.tables)
-                    low, high = edges[start], edges[last]
-                    alike.pull(numbers[low:high], self.sizes[start:last], rows[low - begin : high - begin])
-                    start = last
+                for alike, start, stop in runs:
+                    low, high = edges[start], edges[stop]
+                    alike.pull(numbers[low:high], self.sizes[start:stop], rows[low - begin : high - begin])
                 if packs:
-                    values = memory.empty((end - begin) * kind[1], "uint8")
+                    values = chunks.memory.empty((end - begin) * kind[1], "uint8")
                     values.view(end - begin, -1).copy_(packed(rows))
                 frames.append(values)
-            first = stop
-        spans = [chunk.spans[0] for chunk in self.chunks]
-        stands = [_stand((span.version, span.owed(rank))) for span in spans]
+        stands = [_stand((span.version, span.owed(rank))) for span in self.spans(chunks)]
         return PulledTables(seq, tuple(groups), tuple(counts), tuple(stands)), tuple(frames)
 
     def cut(self, gradients: list[RowGradient]) -> Iterator[tuple[Piece, RowGradient]]:
@@ -375,25 +336,21 @@ class Table(Rule):
 
 def move_tables(shop: Workshop) -> None:
     """Move the tables whose updates wait, alike ones in one pass; then wake the reads that waited there."""
-    waiting = list(shop.tables.values())
+    waiting, named = list(shop.tables.values()), shop.named(tuple(shop.tables))
     shop.tables.clear()
-    at = 0
-    for alike in shop.alike([rule.chunk for rule, _ in waiting]):
-        stop = at + len(alike.tables)
-        runs = [list(run) for _, run in groupby(waiting[at:stop], _terms)]
-        for run in runs:
-            (together,) = (alike,) if len(runs) == 1 else shop.alike([rule.chunk for rule, _ in run])
-            _move_alike(together, run)
-        at = stop
+    # Tables are updated in one pass if they agree in these numbers, too.
+    terms = [(rule.chunk.spans[0].step, rule.chunk.table.lr, due.sum.divisor) for rule, due in waiting]
+    for _, alike_ones in named.groups:
+        for alike, start, stop in alike_ones:
+            pairs = zip(terms[start:stop], waiting[start:stop], strict=True)
+            runs = [[update for _, update in run] for _, run in groupby(pairs, itemgetter(0))]
+            for run in runs:
+                numbers = tuple([rule.chunk.number for rule, _ in run])
+                (together,) = (alike,) if len(runs) == 1 else shop.named(numbers).alike
+                _move_alike(together, run)
     for rule, _ in waiting:
         if rule.chunk.waiting:
             shop.wake(rule.chunk.woken(0, 1))
-
-
-def _terms(waiting: tuple[Rule, PendingUpdate]) -> tuple[int, float, float]:
-    """Return the numbers in which updates must agree to be made in one pass."""
-    rule, due = waiting
-    return rule.chunk.spans[0].step, embedding_of(rule.chunk).lr, due.sum.divisor
 
 
 def _move_alike(alike: AlikeTables, run: list[tuple[Rule, PendingUpdate]]) -> None:
@@ -403,7 +360,7 @@ def _move_alike(alike: AlikeTables, run: list[tuple[Rule, PendingUpdate]]) -> No
         _pushed([parts[at] if at < len(parts) else None for parts in sums])
         for at in range(max(map(len, sums)))
     ]
-    spans, befores = [rule.chunk.spans[0] for rule, _ in run], [len(table) for table in alike.tables]
+    spans, befores = [rule.chunk.spans[0] for rule, _ in run], [table.index.count for table in alike.tables]
     meter = run[0][0].shop.meter
     versions = [span.version + 1 for span in spans]
     alike.push(pushed, versions, spans[0].step + 1, run[0][1].sum.divisor, meter.now)
@@ -411,9 +368,9 @@ def _move_alike(alike: AlikeTables, run: list[tuple[Rule, PendingUpdate]]) -> No
     for (rule, _), span, table, before in zip(run, spans, alike.tables, befores, strict=True):
         span.step += 1
         span.version += 1
-        if len(table) != before:
-            rule.chunk.writable()[span.start] = len(table)
-            grown += len(table) - before
+        if (count := table.index.count) != before:
+            rule.chunk.writable()[span.start] = count
+            grown += count - before
     run[0][0].store.grow(grown * alike.tables[0].arenas.counted_row_bytes)
     meter.moved(run[0][0].store.name, max(versions))
 
@@ -443,7 +400,7 @@ def exported(seq: int, chunk: Chunk, message: Export) -> tuple[Exported, tuple[m
     Raises:
         ProtocolError: for no rows. ConfigError: if it is not known which rows were dropped since.
     """
-    rows = embedding_of(chunk)
+    rows = chunk.table
     if not message.count:
         raise ProtocolError(f"chunk {chunk.number}: an export of no rows")
     limit = min(message.count, max(1, EXPORT_BYTES // (8 * rows.recipe.dim)))  # no element is longer

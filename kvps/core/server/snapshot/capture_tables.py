@@ -31,7 +31,7 @@ FilledTables = dict[tuple[str, str], EmbeddingRows]
 
 def snapshot_of(shard: Shard, chunk: Chunk) -> TableSnapshot:
     """Return a table as :meth:`~kvps.core.server.chunks.slab.Chunk.keep` has kept it."""
-    rows, kept = embedding_rows.embedding_of(chunk), chunk.kept
+    rows, kept = chunk.table, chunk.kept
     assert kept is not None, "the chunk of an image is kept"
     (span,) = chunk.spans
     return TableSnapshot(shard.key, rows.recipe, kept.lr, history_of(span), (rows_of(rows, kept),))
@@ -92,7 +92,7 @@ def check(store: ServerStore, table: TableSnapshot) -> None:
     shard = store.shards.get(table.key)
     if shard is None:
         return
-    recipe = store.embedding_at(shard.pieces[0]).recipe
+    recipe = store.chunk_at(shard.pieces[0]).table.recipe
     if difference := recipe.difference(table.recipe):
         raise Mismatch(
             f"table {embedding_rows.name_of(table.key)!r} of store {store.name!r} has another {difference} "
@@ -104,7 +104,7 @@ def revive(store: ServerStore, table: TableSnapshot, chunks: Chunks, rows: Embed
     """Make a table of a store from a snapshot's, or replace it, by its rows; return its piece."""
     piece = embedding_rows.embed(store, table.key, table.recipe, chunks.server, chunks.servers)
     chunk = store.chunk_at(piece)
-    before = len(embedding_rows.embedding_of(chunk))
+    before = len(chunk.table)
     store.replace_rows(chunk, rows)
     store.grow((len(rows) - before) * rows.arenas.counted_row_bytes)
     chunk.writable()[piece.start] = len(rows)

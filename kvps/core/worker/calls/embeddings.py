@@ -115,18 +115,14 @@ class Draft(NamedTuple):
     """The contents of one message to a server about some tables."""
 
     server: int
-    share: Share
     block: Block
+    ids: Ids
+    """The ids of all parts."""
     parts: tuple[p.TablePart, ...]
     named: tuple[p.TableGroup, ...]
     """The groups of the parts."""
-    ranges: list[tuple[int, int, int]]
-    """For each of these, its index, and where its ids begin and end in the share."""
-
-    @property
-    def ids(self) -> Ids:
-        """The ids of all parts."""
-        return self.share.ids[self.block.begin : self.block.end]
+    ranges: list[tuple[int, Places, int]]
+    """For each of these, its index, the indices of its rows here among all of its rows, and their number."""
 
 
 def _drafts(
@@ -151,8 +147,11 @@ def _drafts(
                 low, high = max(group.first, first), min(group.stop, stop)
                 if low < high:
                     named.append(p.TableGroup(BY_NAME[group.dtype].id, group.dim, high - low))
-                    ranges.append((index, cuts[low - first], cuts[high - first]))
-            yield Draft(server, share, block, parts, tuple(named), ranges)
+                    lowest = share.edges[group.first]
+                    places = share.places[index][cuts[low - first] - lowest : cuts[high - first] - lowest]
+                    some = slice(places.start, places.stop) if isinstance(places, range) else places
+                    ranges.append((index, some, len(places)))
+            yield Draft(server, block, share.ids[begin:end], parts, tuple(named), ranges)
 
 
 @frozen
@@ -218,23 +217,12 @@ class PushTableRows(PushCall):
         return None
 
     def _push(self, store: WorkerStore, draft: Draft) -> Request:
-        pieces = [
-            (self.rows[index], _places(draft.share, self.groups, index, begin, end), end - begin)
-            for index, begin, end in draft.ranges
-            if begin < end
-        ]
+        pieces = [(self.rows[index], places, count) for index, places, count in draft.ranges if count]
         message = p.PushTables((store.rank,), draft.named, draft.parts)
         # An empty push counts, too: over 0, it is never dropped.
         size = max(1, sum(message.payload_sizes()))
         fill = partial(_fill, store.memory, draft.ids, pieces)
         return Request(draft.server, message, fill=fill, payload_bytes=size, lane=message.chunk)
-
-
-def _places(share: Share, groups: tuple[Group, ...], index: int, begin: int, end: int) -> Places:
-    """Return where the rows of a group lie that ids ``begin`` to ``end`` of a share have."""
-    start = share.edges[groups[index].first]
-    places = share.places[index][begin - start : end - start]
-    return slice(places.start, places.stop) if isinstance(places, range) else places
 
 
 def _fill(
@@ -299,16 +287,16 @@ class PullTableRows(ReadCall):
         drafts = _drafts(self.shares, self.groups, plan.keys, numbers, PULL_BYTES, is_whole=False)
         yield [self._pull(draft, sinks, stands) for draft in drafts]
         for key, found in zip(plan.keys, stands, strict=True):
-            counted = [stand.version if store.ordered else stand.owed for stand in found]
-            key.applied = max(key.applied, min(counted))
-            key.version = max([key.version, *[stand.version for stand in found]])
+            versions, owed = zip(*found, strict=True)
+            key.applied = max(key.applied, min(versions if store.ordered else owed))
+            key.version = max(key.version, *versions)
         return rows
 
     def _pull(
         self, draft: Draft, sinks: list[npt.NDArray[np.void]], stands: list[list[p.TableStand]]
     ) -> Request:
-        server, share, block, parts, named, ranges = draft
-        counts = tuple([end - begin for _, begin, end in ranges])
+        server, block, ids, parts, named, ranges = draft
+        counts = tuple([count for _, _, count in ranges])
         if self.packed:
             kind = BY_NAME["uint8"].id
             named = tuple([p.TableGroup(kind, SCALE_BYTES + dim, count) for _, dim, count in named])
@@ -324,18 +312,18 @@ class PullTableRows(ReadCall):
             for known, stand in zip(stands[block.first : block.stop], answer.stands, strict=True):
                 known.append(stand)
             frames = iter(packet.payload)
-            for index, begin, end in ranges if wanted else ():
-                if begin == end:
+            for index, places, count in ranges if wanted else ():
+                if not count:
                     continue
                 frame = next(frames)
                 if self.packed:
-                    octets = from_frame(frame, "uint8").view(end - begin, -1)
+                    octets = from_frame(frame, "uint8").view(count, -1)
                     values = by_row(unpacked(octets, TORCH[self.groups[index].dtype]))
                 else:
                     values = np.frombuffer(frame, sinks[index].dtype)
-                sinks[index][_places(share, self.groups, index, begin, end)] = values
+                sinks[index][places] = values
 
-        payload = (torch.from_numpy(draft.ids),) if len(draft.ids) else ()
+        payload = (torch.from_numpy(ids),) if len(ids) else ()
         return Request(
             server, p.PullTables(parts, self.packed), lane=parts[0].chunk, on_reply=take, payload=payload
         )

@@ -51,7 +51,7 @@ class Tables:
     def ends(self) -> tuple[EmbeddingRows, EmbeddingRows]:
         found = []
         for stage in (self.pair.primary, self.pair.standby):
-            rows = stage.server.context.stores["kv"].embedding_at(self.piece)
+            rows = stage.server.context.stores["kv"].chunk_at(self.piece).table
             rows.check()
             found.append(rows)
         return found[0], found[1]

@@ -252,7 +252,7 @@ def test_a_server_that_returns_tells_when_all_blocks_are_back() -> None:
         said = other.later()
     assert heard(said, Restored) == [Restored(2, 4)]
     store = other.stage.server.context.stores["kv"]
-    assert len(store.embedding_at(store.shards[KEY].pieces[0])) == 60
+    assert len(store.chunk_at(store.shards[KEY].pieces[0]).table) == 60
 
 
 # --- files that lie --------------------------------------------------------------------------------
