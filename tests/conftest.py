@@ -84,8 +84,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         tier = ["kvps: all tests, all seeds: half an hour or more"]
     else:
         tier = [
-            f"kvps: the everyday tests, and the seeds of KVPS_DAY={tiers.day()}",
-            "kvps: left out: what is marked thorough (make test-all), slow (-m slow) or docker (make test-docker)",
+            f"kvps: the everyday tests, and the seeds and cases of KVPS_DAY={tiers.day()}",
+            "kvps: left out: what is marked thorough (make test-all), slow (-m slow) or docker (make test-docker), "
+            "and in_turn on other days",
         ]
         if is_whole_suite(config):
             tier[0] += f": {summary.expected(os.cpu_count() or 1)}"
@@ -108,7 +109,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not tiers.plays_all() and not names_single_tests(config):
         thorough = [item for item in items if item.get_closest_marker("thorough")]
         everyday = [item for item in items if not item.get_closest_marker("thorough")]
-        rest = {*thorough, *pairwise.repeats(everyday)}
+        rest = {*thorough, *pairwise.repeats(everyday), *tiers.of_other_days(everyday)}
         config.hook.pytest_deselected(items=list(rest))
         items[:] = [item for item in items if item not in rest]
     if worker := getattr(config, "workerinput", None):
@@ -126,7 +127,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Run the spec check."""
     if session.testsfailed or not is_whole_suite(session.config) or not PROTOCOL.exists():
         return
-    run = [item for item in session.items if not is_on_request(item)]
+    run = [
+        item for item in session.items if not is_on_request(item) and not item.get_closest_marker("in_turn")
+    ]
     faults = spec_faults(
         PROTOCOL.read_text(encoding="utf-8"),
         cited_requirements(session.items),

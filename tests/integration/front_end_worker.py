@@ -146,27 +146,10 @@ def step_scheduler(make: Make) -> Sequence[torch.Tensor]:
 
 
 @feature
-def lambda_scheduler(make: Make) -> Sequence[torch.Tensor]:
-    return scheduled(
-        make, lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
-    )
-
-
-@feature
 def plateau_scheduler(make: Make) -> Sequence[torch.Tensor]:
     return scheduled(
         make, lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     )
-
-
-@feature
-def one_cycle_scheduler(make: Make) -> Sequence[torch.Tensor]:
-    def cycle(optimizer: torch.optim.Optimizer) -> object:
-        return torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, 0.2, total_steps=STEPS + 1, cycle_momentum=False
-        )
-
-    return scheduled(make, cycle)
 
 
 @feature
@@ -553,11 +536,6 @@ def clip_global_norm_with_sgd(make: Make) -> Sequence[torch.Tensor]:
 
 
 @feature
-def clip_global_norm_with_adam(make: Make) -> Sequence[torch.Tensor]:
-    return clipped_by_the_front_end(make, adam)
-
-
-@feature
 def clip_global_norm_with_adamw(make: Make) -> Sequence[torch.Tensor]:
     return clipped_by_the_front_end(
         make,
@@ -642,25 +620,6 @@ def weight_normalisation(make: Make) -> Sequence[torch.Tensor]:
     model = net()
     nn.utils.parametrizations.weight_norm(model[2])
     return trained(make, sgd, model)
-
-
-@feature
-def hooks_of_the_optimizer(make: Make) -> Sequence[torch.Tensor]:
-    training = make(net(), sgd)
-    calls = [0, 0]
-
-    def before(*_: object) -> None:
-        calls[0] += 1
-
-    def after(*_: object) -> None:
-        calls[1] += 1
-
-    training.optimizer.register_step_pre_hook(before)
-    training.optimizer.register_step_post_hook(after)
-    run(training)
-    found = weights(training.model)
-    training.close()
-    return [*found, torch.tensor(calls)]
 
 
 @feature

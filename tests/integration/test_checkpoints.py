@@ -219,10 +219,10 @@ INT8 = {"type": "int8", "min_bytes": 0, "pull": True}
     ("front_end", "options"),
     [
         (TRAINER, {"update_on_kvstore": True}),
-        pytest.param(TRAINER, {"update_on_kvstore": False}, marks=pytest.mark.thorough),
-        pytest.param(OPTIMIZER, {"update_on_kvstore": True}, marks=pytest.mark.thorough),
-        (OPTIMIZER, {"overlap_forward": True}),
-        pytest.param(TRAINER, {"compression_params": INT8}, marks=pytest.mark.thorough),
+        pytest.param(TRAINER, {"update_on_kvstore": False}, marks=pytest.mark.in_turn),
+        pytest.param(OPTIMIZER, {"update_on_kvstore": True}, marks=pytest.mark.in_turn),
+        pytest.param(OPTIMIZER, {"overlap_forward": True}, marks=pytest.mark.in_turn),
+        pytest.param(TRAINER, {"compression_params": INT8}, marks=pytest.mark.in_turn),
     ],
 )
 def test_a_front_end_goes_on_when_a_server_was_lost(

@@ -15,7 +15,6 @@ from examples import digits, linear_numpy
 EXAMPLES = Path(digits.__file__).parent
 STORES = ["dist_sync", "dist_sync_device", "dist_async", "dist_async_device"]
 STORES += ["dist_ssp", "dist_ssp_device"]
-EVERYDAY = ("dist_ssp_device",)
 DATA, UNSEEN = digits.load()
 
 
@@ -27,16 +26,15 @@ def train(kv: kvps.KVStoreBase) -> float:
     return digits.accuracy(model, UNSEEN)
 
 
-@pytest.mark.parametrize("store", ["local", pytest.param("device", marks=pytest.mark.thorough)])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("store", ["local", "device"])
 def test_a_local_store_learns_digits(store: str) -> None:
     torch.manual_seed(0)
     assert train(kvps.create(store)) >= 0.97
 
 
-@pytest.mark.parametrize(
-    "store",
-    [store if store in EVERYDAY else pytest.param(store, marks=pytest.mark.thorough) for store in STORES],
-)
+@pytest.mark.in_turn
+@pytest.mark.parametrize("store", STORES)
 def test_two_workers_learn_digits(store: str) -> None:
     torch.manual_seed(0)
     with kvps.LocalCluster(workers=2, servers=2) as cluster:

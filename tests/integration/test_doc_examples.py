@@ -134,6 +134,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("block", EXAMPLES, ids=str)
 def test_an_example_runs_and_workers_agree(block: Block, checkpoint: Path) -> None:
     def work(rank: int) -> list[torch.Tensor]:
@@ -160,6 +161,7 @@ def test_an_example_runs_and_workers_agree(block: Block, checkpoint: Path) -> No
 # --- whole scripts ------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("block", [item for item in SCRIPTS if item.kind == "after"], ids=str)
 def test_a_script_that_has_moved_learns_digits(block: Block) -> None:
     def work(rank: int) -> tuple[float, list[torch.Tensor]]:
@@ -186,6 +188,7 @@ def launched_accuracy(processes: Processes, block: Block, workers: int) -> float
     return float(found[0]) if found else 1.0
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("block", [item for item in SCRIPTS if item.kind != "after"], ids=str)
 def test_a_script_of_a_group_learns_digits(processes: Processes, block: Block) -> None:
     assert launched_accuracy(processes, block, WORKERS) > 0.9

@@ -28,13 +28,14 @@ def run(example: object, *flags: str, workers: int = 2) -> list[int]:
         return cluster.run(lambda rank: example.main(list(flags)))  # type: ignore[attr-defined]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("example", "flags"),
     [
-        pytest.param(horovod_digits, [], marks=pytest.mark.thorough),
+        (horovod_digits, []),
         (horovod_digits, ["--update-on-kvstore"]),
         (gluon_digits, []),
-        pytest.param(gluon_digits, ["--overlap"], marks=pytest.mark.thorough),
+        (gluon_digits, ["--overlap"]),
     ],
     ids=["horovod", "horovod-on-kvstore", "gluon", "gluon-overlap"],
 )
@@ -70,6 +71,7 @@ def text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt, "docstrings", docstrings)
 
 
+@pytest.mark.in_turn
 @pytest.mark.usefixtures("text")
 def test_gpt_writes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(gpt, "--steps", "4", "--batch-size", "8", "--max-loss", "9") == [0, 0]
@@ -86,7 +88,8 @@ def test_gpt_fails_above_the_loss_that_is_asked_for(capsys: pytest.CaptureFixtur
     assert "above 0.01" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("store", ["dist_async", pytest.param("dist_sync", marks=pytest.mark.thorough)])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("store", ["dist_async", "dist_sync"])
 def test_recommender_counts_steps_and_compares(
     store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +108,7 @@ def test_recommender_counts_steps_and_compares(
         assert min(steps[0], steps[1]) > 1.5 * steps[2], "nobody waits for the slow one"
 
 
+@pytest.mark.in_turn
 def test_click_model_is_exported_and_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = ("--examples", "16384", "--modes", "hybrid", "all-async", "--min-auc", "0.55")
     assert run(click_model, *short, "--export", str(tmp_path)) == [0, 0]

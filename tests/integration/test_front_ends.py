@@ -1,8 +1,7 @@
 """The sweep: every front end by every feature of torch gives what one process gives on all batches, or refuses it by name.
 
 ``tests/integration/front_end_worker.py`` has the features, ``front_ends.py`` the front ends. A job runs all features by one
-front end. ``OTHERWISE`` has the verdicts that differ from ``equal``, each with its reason. Each day plays another eighth of
-the front ends, and ``--all`` all of them.
+front end. ``OTHERWISE`` has the verdicts that differ from ``equal``, each with its reason.
 """
 
 import re
@@ -13,17 +12,15 @@ import pytest
 from tests.integration.front_end_worker import FEATURES
 from tests.integration.front_ends import FRONT_ENDS
 from tests.integration.processes import Processes
-from tests.support import tiers
 
 LIMIT_S = 150.0
-TODAY = list(FRONT_ENDS)[tiers.part_of_today() :: tiers.DAYS]
 
 PASSES = "refused .*(backward_passes_per_step=|overlap=False|call step\\(\\) after each backward)"
 DISCARDED = "refused .*(discarded before step|call step\\(\\) after each backward|overlap=False)"
 UNUSED = "refused .*(find_unused=True|ignore_stale_grad=True|requires_grad_)"
 NOT_HERE = "refused servers cannot run .*SparseAdam"
 NO_CLIPPING = "refused .*(clip_global_norm=|update_on_kvstore=False)"
-CLIPPINGS = tuple(f"clip_global_norm_with_{name}" for name in ("sgd", "adam", "adamw"))
+CLIPPINGS = tuple(f"clip_global_norm_with_{name}" for name in ("sgd", "adamw"))
 CLIP_THERE = dict.fromkeys(CLIPPINGS, "refused .*call torch.nn.utils.clip_grad_norm_")
 """Gradients are on the workers, where torch clips them: ``clipped_by_norm`` does as the refusal says."""
 CLIP_NOT = dict.fromkeys(CLIPPINGS, "refused no clip_global_norm=")
@@ -160,10 +157,8 @@ def verdicts(
 @pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=(pytest.mark.cuda, pytest.mark.thorough))]
 )
-@pytest.mark.parametrize(
-    "front_end",
-    [pytest.param(name, marks=() if name in TODAY else pytest.mark.thorough) for name in FRONT_ENDS],
-)
+@pytest.mark.in_turn
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
 def test_results_are_those_of_one_process(processes: Processes, front_end: str, device: str) -> None:
     # A device may add the same numbers in another order.
     may_round = FRONT_ENDS[front_end].on_servers or device != "cpu"

@@ -1,11 +1,9 @@
-"""The notebooks of the examples: they are what their scripts say, have no outputs, and run from top to bottom."""
+"""The notebooks of the examples run from top to bottom; docs/notebooks.py compares them with their scripts."""
 
-import ast
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,36 +11,6 @@ from tests.integration.processes import ROOT
 
 FOLDER = ROOT / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-
-
-def cells(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    return found
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_has_the_code_of_its_script_and_no_outputs(path: Path) -> None:
-    script = (FOLDER.parent / f"{path.stem}.py").read_text(encoding="utf-8")
-    code = [cell for cell in cells(path) if cell["cell_type"] == "code"]
-    assert len(code) >= 3
-    for item in code:
-        compile("".join(item["source"]), str(path), "exec")
-        assert (item["outputs"], item["execution_count"]) == ([], None)
-    texts = ["".join(item["source"]) for item in code]
-    at = script.index("from __future__")
-    for text in texts:
-        if text in script:  # in the order of the script; the others are of the notebook
-            assert script.index(text) >= at
-            at = script.index(text)
-    both = [ast.parse(script).body[1:-1], ast.parse("\n".join(texts)).body]
-    (all_of_it, found) = [[ast.dump(node) for node in body] for body in both]
-    assert [node for node in all_of_it if node not in found] == []
-
-
-def test_notebooks_exist_and_their_cells_differ() -> None:
-    assert len(NOTEBOOKS) == 8
-    ids = [cell["id"] for path in NOTEBOOKS for cell in cells(path)]
-    assert len(ids) == len(set(ids))
 
 
 @pytest.mark.thorough

@@ -47,7 +47,12 @@ def weights_of(job: Process) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("front", "rank"), [("trainer", 0), *((front, 1) for front in FRONTS), ("optimizer", 0)]
+    ("front", "rank"),
+    [
+        ("trainer", 0),
+        *(pytest.param(front, 1, marks=pytest.mark.in_turn) for front in FRONTS),
+        pytest.param("optimizer", 0, marks=pytest.mark.in_turn),
+    ],
 )
 def test_a_script_that_runs_again_arrives_where_the_others_are(
     processes: Processes, front: str, rank: int
@@ -92,15 +97,16 @@ def undisturbed_by_loader(front: str) -> tuple[list[float], list[list[str]]]:
     return first, said
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("front", "moment", "rank"),
     [
         ("trainer", "pushed", 1),
-        pytest.param("trainer", "step", 0, marks=pytest.mark.thorough),
-        pytest.param("optimizer", "step", 1, marks=pytest.mark.thorough),
-        pytest.param("optimizer", "pushed", 0, marks=pytest.mark.thorough),
-        pytest.param("shard", "step", 1, marks=pytest.mark.thorough),
-        pytest.param("diloco", "pushed", 1, marks=pytest.mark.thorough),
+        ("trainer", "step", 0),
+        ("optimizer", "step", 1),
+        ("optimizer", "pushed", 0),
+        ("shard", "step", 1),
+        ("diloco", "pushed", 1),
     ],
 )
 def test_a_replacement_reads_the_batches_that_its_predecessor_did_not(

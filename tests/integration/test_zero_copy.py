@@ -388,14 +388,8 @@ def finish(cluster: Cluster, server: Process, workers: list[Process]) -> None:
     assert cluster.process.wait() == 0
 
 
-@pytest.mark.parametrize(
-    ("how", "transport"),
-    [
-        ("lends", "auto"),
-        pytest.param("copies", "auto", marks=pytest.mark.thorough),
-        pytest.param("copies", "tcp", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.in_turn
+@pytest.mark.parametrize(("how", "transport"), [("lends", "auto"), ("copies", "auto"), ("copies", "tcp")])
 def test_the_memory_of_a_server_does_not_grow(processes: Processes, how: str, transport: str) -> None:
     """Of 300 rounds with 4 MB of weights, the quietest 100: what leaks does so in all of them."""
     env = {"KVPS_TRANSPORT": transport, "KVPS_RECORD": "off"}
@@ -408,8 +402,9 @@ def test_the_memory_of_a_server_does_not_grow(processes: Processes, how: str, tr
     finish(*parts)
 
 
+@pytest.mark.in_turn
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("how", [pytest.param("copies", marks=pytest.mark.thorough), "lends"])
+@pytest.mark.parametrize("how", ["copies", "lends"])
 def test_the_memory_of_a_server_is_little_more_than_weights_and_their_momentum(
     processes: Processes, how: str
 ) -> None:

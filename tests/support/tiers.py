@@ -3,7 +3,7 @@
 The everyday tier has every requirement of the protocol and every single fault of the smallest jobs; of seeds, and
 of faults of larger jobs, it plays an eighth, another each day, and it leaves out what is marked ``thorough``:
 cases that repeat a path with other sizes, and what takes more than some ten seconds. Of the cases of tests marked ``pairwise`` it plays some
-(:mod:`tests.support.pairwise`). KVPS_DAY=N plays the seeds of another day.
+(:mod:`tests.support.pairwise`), of those marked ``in_turn`` an eighth. KVPS_DAY=N plays what another day plays.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import signal
 import sys
 import tempfile
 import time
+import zlib
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from tests.support import forkserver, summary
 
 SECONDS_OF_A_DAY = 86_400
 DAYS = 8
-"""The number of days in which the everyday tier plays all seeds, all faults of larger jobs, and all front ends."""
+"""The number of days in which the everyday tier plays all seeds, all faults of larger jobs, and all cases in turn."""
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "durations.json"
 
@@ -110,6 +111,23 @@ def part_of_today() -> int:
 def plays_all() -> bool:
     """Whether nothing is left out."""
     return os.environ.get("KVPS_ALL") == "1"
+
+
+def of_other_days(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return those cases of tests marked ``in_turn`` that today does not play.
+
+    The cases of a test have days one after another; the day of the first depends on the name of the test.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("in_turn"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [
+        case
+        for name, cases in tests.items()
+        for day, case in enumerate(cases, zlib.crc32(name.encode()))
+        if day % DAYS != part_of_today()
+    ]
 
 
 def spread(items: list[pytest.Item], processes: int) -> None:

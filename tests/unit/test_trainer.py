@@ -548,62 +548,6 @@ def test_a_users_store_serves_one_trainer() -> None:
         kvps.Trainer(net(), "sgd", kvstore=other, update_on_kvstore=True)
 
 
-# --- compression ------------------------------------------------------------------------------------
-
-
-TWO_BITS = {"type": "2bit", "threshold": 0.5, "min_bytes": 0}
-
-
-@pytest.mark.parametrize("on_store", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_gradients_are_compressed_by_the_names_of_parameters(on_store: bool, overlap: bool) -> None:
-    """What 2bit cannot say of a gradient is added to the next; the parameter "b" travels as it is."""
-    params = {name: torch.nn.Parameter(torch.zeros(2)) for name in "ab"}
-    compression = {**TWO_BITS, "rules": [{"pattern": "b*", "type": "none"}]}
-    options = {"update_on_kvstore": on_store, "overlap": overlap}
-    trainer = kvps.Trainer(params, "sgd", {"lr": 1.0}, "device", compression, **options)
-    seen = []
-    for _ in range(3):
-        (params["a"] * torch.tensor([0.3, -0.7]) + params["b"] * 0.3).sum().backward()
-        trainer.step(1)
-        seen.append(params["a"].tolist())
-        for param in params.values():
-            param.grad = None
-    assert seen == [[0.0, 0.5], [-0.5, 1.0], [-0.5, 1.5]]
-    torch.testing.assert_close(params["b"].detach(), torch.full((2,), -0.9))
-
-
-@pytest.mark.parametrize("on_store", [False, True])
-def test_saved_states_owe_what_they_owed(on_store: bool, tmp_path: Path) -> None:
-    path = str(tmp_path / "states.safetensors")
-
-    def trainer_of(model: torch.nn.Module) -> kvps.Trainer:
-        options = OPTIMIZERS["sgd"][0]
-        return kvps.Trainer(model, "sgd", options, "device", TWO_BITS, update_on_kvstore=on_store)
-
-    model, resumed, forgetful = net(), net(), net()
-    trainer = trainer_of(model)
-    train(model, trainer, 3)
-    trainer.save_states(path)
-    resumed.load_state_dict(model.state_dict())
-    forgetful.load_state_dict(model.state_dict())
-    train(model, trainer, 3)
-
-    for item in (resumed, forgetful):
-        again = trainer_of(item)
-        again.load_states(path)
-        train(item, again, 3)
-        (tmp_path / "states.safetensors.rests-0").unlink(missing_ok=True)
-    assert_same(model, resumed, rtol=0, atol=0)
-    with pytest.raises(AssertionError):
-        assert_same(model, forgetful)
-
-
-def test_a_plugin_without_compression_is_refused() -> None:
-    with pytest.raises(kvps.ConfigError, match="'doubling' is a plug-in without set_gradient"):
-        kvps.Trainer(net(), "sgd", kvstore=Doubling(), compression_params="fp16")
-
-
 # --- bad input --------------------------------------------------------------------------------------
 
 

@@ -137,6 +137,7 @@ def mismatches() -> dict[str, tuple[Callable[[int], Any], str]]:
         "type": (lambda rank: hvd.allreduce(ones(2).to((torch.int, torch.half)[rank])), "types d"),
         "op": (lambda rank: hvd.allreduce(ones(2), op=(hvd.Sum, hvd.Max)[rank]), "reductions d"),
         "factor": (lambda rank: hvd.allreduce(ones(2), prescale_factor=1.0 + rank), "prescale fac"),
+        "factor after": (lambda rank: hvd.allreduce(ones(2), postscale_factor=1.0 + rank), "postscale fac"),
         "root": (lambda rank: hvd.broadcast(ones(2), rank), "root ranks differ"),
         "gather": (lambda rank: hvd.allgather(ones(2, 2 + rank)), "shapes differ"),
         "gather type": (lambda rank: hvd.allgather(ones(2).to((torch.int, torch.half)[rank])), "typ"),

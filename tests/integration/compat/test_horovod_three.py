@@ -218,36 +218,3 @@ def test_a_lost_rank_is_named_on_the_others(processes: Processes) -> None:
     launched = processes.kvps("launch", "-n", 3, "-s", 1, "--", sys.executable, script)
     launched.wait(LIMIT_S)
     assert len(re.findall(r"told: worker 1 .*is lost", launched.out)) == 2, launched
-
-
-def test_tests_written_for_horovod_run_over_kvps(processes: Processes) -> None:
-    tests = processes.folder / "test_theirs.py"
-    tests.write_text(
-        "import inspect, os, unittest\n"
-        "import torch\n"
-        "import horovod.torch as hvd\n"
-        "from common import mpi_env_rank_and_size, skip_or_fail_gpu_test, temppath\n"
-        "from horovod.common.exceptions import HorovodInternalError\n"
-        "from horovod.torch.mpi_ops import allreduce\n"
-        "class Tests(unittest.TestCase):\n"
-        "    def test_rank(self):\n"
-        "        hvd.init()\n"
-        "        assert (hvd.rank(), hvd.size()) == mpi_env_rank_and_size()\n"
-        "    def test_sum(self):\n"
-        "        assert allreduce(torch.ones(1), op=hvd.Sum).item() == 2\n"
-        "    def test_wrong(self):\n"
-        "        try:\n"
-        "            hvd.allreduce(torch.ones(1 + hvd.rank()))\n"
-        "        except (torch.FatalError, RuntimeError) as error:\n"
-        "            assert isinstance(error, HorovodInternalError)\n"
-        "    def test_gpu(self):\n"
-        "        skip_or_fail_gpu_test(self, 'no GPU')\n"
-        "    def test_names(self):\n"
-        "        with temppath() as path:\n"
-        "            torch.save({}, path)\n"
-        "        assert 'lr' in inspect.getargspec(torch.optim.SGD.__init__).args\n"
-    )
-    command = (sys.executable, "-m", "tests.support.drop_in_tests", tests, "-q")
-    launched = processes.kvps("launch", "-n", 2, "-s", 1, "--", *command)
-    assert launched.wait(LIMIT_S) == 0, launched
-    assert "4 passed, 1 skipped" in launched.out, launched

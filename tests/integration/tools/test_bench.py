@@ -39,8 +39,6 @@ def test_help_of_the_comparison_teaches(processes: Processes) -> None:
         (["--log-level", "info", "bench"], "write kvps bench --log-level"),
         (["bench", "--wrkers", "2"], "--wrkers"),
         (["bench", "--workers", "two"], "--workers='two'"),
-        (["bench", "--workloads", "huge"], "no workload 'huge'"),
-        (["bench", "--systems", "kvsp"], "no system 'kvsp'"),
         (["bench", "--network", "4x4"], "run: python -m benchmarks.compare --network 4x4"),
         (["bench", "--systems", "ray"], "run: python -m benchmarks.compare --systems ray"),
         (["bench", "--log-level", "loud"], "debug, info"),
@@ -53,6 +51,7 @@ def test_a_wrong_flag_is_named(processes: Processes, flags: list[str], told: str
     assert "Traceback" not in process.err
 
 
+@pytest.mark.in_turn
 @pytest.mark.timeout(240)
 def test_the_table(processes: Processes, tmp_path: Path) -> None:
     bench = called(processes, "bench", "--full", *QUICK, "--json", "figures.json")
@@ -76,9 +75,8 @@ def test_a_sweep(processes: Processes, tmp_path: Path) -> None:
     assert (tmp_path / "plots" / "sweep-keys.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough), signal.SIGKILL]
-)
+@pytest.mark.in_turn
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_everything(processes: Processes, number: int) -> None:
     bench = called(processes, "bench", "--workloads", "small", "--rounds", "100000", "--no-limits")
     until(lambda: len(processes.pids("kvps.tools.bench.worker")) >= 2, "workers")

@@ -140,22 +140,6 @@ def test_commands_of_every_kind_exist() -> None:
     assert len(CASES) > 60
 
 
-def test_missing_flags_files_and_commands_are_found() -> None:
-    wrong = {
-        "kvps-launch -n 2 --no-such-flag -- python train.py": "kvps-launch has no flag --no-such-flag",
-        "kvps-launch -n 2 -- python examples/none.py": "no file examples/none.py",
-        "kvps nothing": "no command kvps nothing",
-        "kvps checkpoint list --nothing": "kvps checkpoint list has no flag --nothing",
-        "make nothing": "no target nothing",
-        "python examples/digits.py --nothing": "examples/digits.py has no flag --nothing",
-        "KVPS_NO_SUCH=1 python train.py": "no variable KVPS_NO_SUCH",
-        "python -m pytest tests/none.py": "no file tests/none.py",
-    }
-    assert {item: [*faults_of(shlex.split(item))] for item in wrong} == {
-        item: [fault] for item, fault in wrong.items()
-    }
-
-
 @pytest.mark.parametrize("page", sorted({page for page, _ in CASES}))
 def test_a_page_names_what_there_is(page: str) -> None:
     faults = [

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.support.claims import EVERYDAY, ROOT, TEST, faults, lines
+from tests.support.claims import ROOT, TEST, lines
 
 
 @pytest.mark.parametrize("line", lines())
@@ -15,11 +15,3 @@ def test_guarantee_names_a_test_that_exists(line: str) -> None:
     functions = {field.name for field in tree.body if isinstance(field, ast.FunctionDef)}
     assert named[2] is None or named[2] in functions
     assert any(name.startswith("test_") for name in functions)
-
-
-def test_a_line_whose_test_does_not_run_every_day_is_told() -> None:
-    """The run of the whole suite asks this of what it collects."""
-    named = [match[0].strip("| `") for line in lines() if (match := TEST.search(line))]
-    everyday = [f"{EVERYDAY.get(test, test)}[case]" for test in named]
-    assert faults(everyday) == []
-    assert all(any(f" names {test}, " in fault for fault in faults([])) for test in named)

@@ -8,7 +8,7 @@ import torch
 from kvps.core.effects import Connect, Exit
 from kvps.core.worker import calls
 from kvps.core.worker.call_table import LAG_MAX_S
-from kvps.errors import ConfigError, KvpsError, SchedulerLost, Timeout, WorkerLost
+from kvps.errors import KvpsError, SchedulerLost, Timeout, WorkerLost
 from kvps.protocol.checkpoint import Halt, Halted, Proceed, Proceeding
 from kvps.protocol.envelope import MESSAGES, WINDOW, Answer, Node, Role
 from kvps.protocol.membership import (
@@ -92,13 +92,6 @@ class TestJoin:
         worker = Bench(join=False)
         ticket = worker.call(calls.OpenStore("kv", opened(), 1.0))
         assert "create(): no server has joined yet. Wait until" in str(worker.error(ticket))
-
-    def test_a_job_without_servers_has_no_stores(self) -> None:
-        worker = Bench(servers=0)
-        assert worker.is_done(worker.join())
-        error = worker.error(worker.call(calls.OpenStore("kv", opened(), 1.0)))
-        assert isinstance(error, ConfigError)
-        assert "this job has no servers. Start kvps-launch with -s 1" in str(error)
 
 
 # --- cuts -----------------------------------------------------------------------------------------
