@@ -166,9 +166,10 @@ class CallTable:
                     self.pending[ticket] = pending
                     return
         store = self._stores[call.store]
-        if store.is_restoring and (isinstance(call, PushCall | ReadCall) or call.creates):
-            text = f"restore() of store {store.name!r} is under way and gives its keys other values"
-            error = ConfigError(f"{call.title}: {text}; make this call when restore() has returned")
+        if store.restoring and (isinstance(call, PushCall | ReadCall) or call.creates):
+            text = f"{store.restoring} of store {store.name!r} is under way and gives its keys other values"
+            after = f"If it has ended with Timeout, call {store.restoring} once more to wait on"
+            error = ConfigError(f"{call.title}: {text}; make this call when that has returned. {after}")
             self._outbox.append(Finish(ticket, error=error))
             return
         values = list(call.values())

@@ -79,8 +79,9 @@ class WorkerStore:
     """Number of joins that are over, as far as this rank knows."""
     joins_told: int = -1
     """The number that the threads of the script have been told."""
-    is_restoring: bool = False
-    """restore() is under way: calls that push, read or replace values are refused."""
+    restoring: str = ""
+    """The restore() that is under way, as the script calls it; calls that push, read or replace values are
+    refused meanwhile. Empty for none."""
     is_away: bool = False
     """This rank has joined, and not all others have; or it was added, and takes no part yet."""
     is_added: bool = False

@@ -75,14 +75,14 @@ class RestoreCheckpoint(Call):
     tag: str
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
-        store.is_restoring = True
+        store.restoring = f"restore({self.tag!r})" if self.tag else "restore()"
         try:
             return (yield from self._restore(store))
         finally:
-            store.is_restoring = False
+            store.restoring = ""
 
     def _restore(self, store: WorkerStore) -> Operation:
-        if (yield from barrier(store, RESTORE, f"restore({self.tag!r})")):
+        if (yield from barrier(store, RESTORE, store.restoring)):
             return Restored(store.restored)  # a predecessor made this call, and the job went on
         told, is_odd = "", False
         if store.rank == 0:

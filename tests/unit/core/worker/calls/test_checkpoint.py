@@ -58,12 +58,22 @@ class TestRestore:
     def test_other_calls_that_push_or_read_are_refused_until_it_has_returned(self, rank: int) -> None:
         worker = bench(rank)
         worker.init({"w": torch.zeros(1)})
-        restoring = worker.call(RESTORE)
-        for call in (push({"w": torch.ones(1)}), pull({"w": torch.zeros(1)})):
+        late = worker.call(RESTORE, timeout_s=5.0)
+        worker.wait(5.0)
+        assert isinstance(worker.error(late), Timeout)
+        for call in (
+            push({"w": torch.ones(1)}),
+            pull({"w": torch.zeros(1)}),
+            calls.RestoreCheckpoint("kv", ""),
+        ):
             refused = worker.error(worker.call(call))
             assert isinstance(refused, ConfigError)
-            assert "restore() of store 'kv' is under way and gives its keys other values" in str(refused)
+            assert "restore('best') of store 'kv' is under way and gives its keys other values" in str(
+                refused
+            )
+            assert "If it has ended with Timeout, call restore('best') once more to wait on" in str(refused)
         assert not worker.sent(Push)
+        restoring = worker.call(RESTORE)
         worker.scheduler(Error(worker.seqs(Barrier)[-1], ConfigError.code, "another call"))
         assert isinstance(worker.error(restoring), ConfigError)
         worker.call(push({"w": torch.ones(1)}))
