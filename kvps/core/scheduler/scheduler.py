@@ -32,7 +32,7 @@ from kvps.core.scheduler.figures.status import copies, figures, moves, promotion
 from kvps.core.scheduler.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
 from kvps.core.scheduler.phase import Phase
 from kvps.core.scheduler.rate_limits import RateLimit
-from kvps.core.scheduler.seat import NAME_MAX, Seat, Settings, State, shortened
+from kvps.core.scheduler.seat import NAME_MAX, REASON_MAX, Seat, Settings, State, shortened
 from kvps.core.scheduler.standstill import Standstills
 from kvps.core.texts import demand_address, demand_printable, shown
 from kvps.errors import (
@@ -176,7 +176,7 @@ class Scheduler:
                     self._on_resume(seat, route, envelope, message, now)
                 case p.Standing():
                     seat = self._heard(route, packet, now, Role.SERVER, Role.STANDBY)
-                    said = replace(message, reason=shortened(message.reason))
+                    said = replace(message, reason=shortened(message.reason, REASON_MAX))
                     self.job.handover.hear_of_copy(seat, said, now)
                 case p.Measured():
                     seat = self._heard(route, packet, now, Role.SERVER, Role.STANDBY)

@@ -47,6 +47,8 @@ again: 1 if all do that are here, else 0."""
 SEATS_MAX = 1500
 NAME_MAX = 200
 """Seats of a job, and bytes of a host, an endpoint or a reason: a view must fit into a head."""
+REASON_MAX = 1000
+"""Bytes of a reason why a server cannot be copied: it says what to do, and is in no view."""
 REPLACE_MAX_S = 30.0
 """Nobody waits for a lost worker once all others have ended, so its servers soon end, too."""
 
@@ -416,9 +418,9 @@ class Seat:
         )
 
 
-def shortened(text: str) -> str:
-    """Return at most :data:`NAME_MAX` bytes of a peer's ``text``, fit to be shown."""
-    return shown(text).encode()[:NAME_MAX].decode(errors="ignore")
+def shortened(text: str, most: int = NAME_MAX) -> str:
+    """Return at most ``most`` bytes of a peer's ``text``, fit to be shown."""
+    return shown(text).encode()[:most].decode(errors="ignore")
 
 
 CHALLENGE_EVERY_S = 0.5
