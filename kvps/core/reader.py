@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from kvps import protocol as p
 from kvps.core.effects import Connect, Core, CoreOutbox, Exit, Note, Route, Send
 from kvps.core.membership_client import ASK_DOCTOR, EXIT_TEMPORARY, SCHEDULER, Identity
-from kvps.core.relay import RelayedRange, relayed_range
+from kvps.core.relay import range_of
 from kvps.errors import (
     KeyNotFound,
     KvpsError,
@@ -151,7 +151,7 @@ class Reader(Core):
         """Where this process relays; empty if it does not, and is sent to no relay."""
         self.key = ""
         """The public key of all relays; empty without keys."""
-        self.on_range: Callable[[RelayedRange, memoryview], None] = lambda place, octets: None
+        self.on_range: Callable[[p.Read, memoryview], None] = lambda place, octets: None
         """Hears of each range that others may have from here."""
         self._seq = 0
         self._is_connected = False
@@ -356,14 +356,13 @@ class Reader(Core):
                 relay.queued.remove(ask)
             tries = RELAY_TRIES if lacks else ask.tries + 1
             without = 0 if lacks else relay.identity
-            again = replace(_as_read(ask), relays=tries < RELAY_TRIES, without=without, server=0)
+            again = replace(range_of(0, ask.message), relays=tries < RELAY_TRIES, without=without)
             self._links[ask.server].queued.appendleft(Ask(ask.server, again, ask.take, tries=tries))
 
     def _share(self, ask: Ask, packet: Packet) -> None:
         """Keep bytes for others, if they may ask for them."""
         if isinstance(packet.message, p.Octets) and self.endpoint and not packet.loans:
-            assert isinstance(ask.message, p.Read | p.ReadChanges)
-            self.on_range(relayed_range(ask.server, ask.message), packet.payload[0])
+            self.on_range(range_of(ask.server, ask.message), packet.payload[0])
 
     def _go_on(self, now: float) -> None:
         """Send what may be sent; exit if nothing is left to do."""
@@ -395,7 +394,7 @@ class Reader(Core):
             due.append(ask)
         for ask in due:
             ask.sent_at = now
-            self._send(link, _as_read(ask) if ask.digest else ask.message, ask.seq)
+            self._send(link, range_of(ask.server, ask.message) if ask.digest else ask.message, ask.seq)
 
     def _waits(self) -> dict[int, Link]:
         """Return the links along which an answer is still to come."""
@@ -451,11 +450,3 @@ class Reader(Core):
             f"{self._what}: server {number} at {link.endpoint} has {doing} for {LOST_S:.0f} s. {why}. "
             "Call again to wait on"
         )
-
-
-def _as_read(ask: Ask) -> p.Read:
-    """Return the request for all bytes, as it goes to a relay."""
-    message = ask.message
-    assert isinstance(message, p.Read | p.ReadChanges)
-    publication, number, server, block, start, size = relayed_range(ask.server, message)
-    return p.Read(publication, number, block, start, size, server=server)

@@ -27,13 +27,12 @@ WAITERS_MAX = 64
 AWAY_BYTES_MAX = 64 << 20
 """Bytes on their way to others: those that do not read keep them in memory."""
 
-RelayedRange = tuple[str, int, int, int, int, int]
-"""Publication, version, server, block, start and size."""
 
-
-def relayed_range(server: int, message: p.Read | p.ReadChanges) -> RelayedRange:
-    """Return which range of a server a request is for."""
-    return message.publication, message.number, server, message.block, message.start, message.size
+def range_of(server: int, message: Message) -> p.Read:
+    """Return the range of a server that a request is for, as another reader asks for it."""
+    assert isinstance(message, p.Read | p.ReadChanges)
+    name, number, block = message.publication, message.number, message.block
+    return p.Read(name, number, block, message.start, message.size, server=server)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +54,13 @@ class Relay(Core):
         self.outbox = CoreOutbox()
         self._envelope = envelope
         self._version: tuple[str, int] = ("", 0)
-        self._kept: OrderedDict[RelayedRange, memoryview] = OrderedDict()
+        self._kept: OrderedDict[p.Read, memoryview] = OrderedDict()
         """By the time at which they came."""
         self._size = 0
         self._gone: dict[int, tuple[int, ...]] = {}
         """By server, the block and start of the last range that was forgotten: they come in order."""
         self.away_bytes = 0
-        self._waiting: dict[RelayedRange, dict[Route, int]] = {}
+        self._waiting: dict[p.Read, dict[Route, int]] = {}
         """The seq of the request of each reader that waits."""
         self._given: set[tuple[Route, int]] = set()
         """The requests that were answered: their repetitions say only that the reader still waits."""
@@ -76,14 +75,14 @@ class Relay(Core):
         """Another reader asks for a range."""
         message, seq = packet.message, packet.envelope.seq
         assert isinstance(message, p.Read), "the permissions say so"
-        self._asked_at, place = now, relayed_range(message.server, message)
+        self._asked_at, place = now, range_of(message.server, message)
         if (route, seq) in self._given:
             self._say(route, p.Elsewhere(seq))
         elif place in self._kept:
             self._give(route, seq, place)
         elif (
-            place[:2] != self._version
-            or place[3:5] <= self._gone.get(place[2], ())
+            (place.publication, place.number) != self._version
+            or (place.block, place.start) <= self._gone.get(place.server, ())
             or len(self._waiting) >= WAITING_MAX
             or len(self._waiting.get(place, ())) >= WAITERS_MAX
         ):
@@ -96,7 +95,7 @@ class Relay(Core):
         """This reader begins to read a version; if ``number`` is 0, it has read it, and no more will come."""
         for place, readers in self._waiting.items():
             for route, seq in readers.items():
-                self._refuse(route, seq, f"reads no more of {place[0]!r}")
+                self._refuse(route, seq, f"reads no more of {place.publication!r}")
         self._waiting.clear()
         self._given.clear()
         if number:
@@ -104,7 +103,7 @@ class Relay(Core):
             self._gone.clear()
         self._version = publication, number
 
-    def on_range(self, place: RelayedRange, octets: memoryview, now: float) -> None:
+    def on_range(self, place: p.Read, octets: memoryview, now: float) -> None:
         """A range came."""
         if place in self._kept:
             return
@@ -133,10 +132,10 @@ class Relay(Core):
         """Forget the range that came first."""
         place, octets = self._kept.popitem(last=False)
         self._size -= octets.nbytes
-        server, at = place[2], place[3:5]
-        self._gone[server] = max(self._gone.get(server, at), at)
+        at = place.block, place.start
+        self._gone[place.server] = max(self._gone.get(place.server, at), at)
 
-    def _give(self, route: Route, seq: int, place: RelayedRange) -> None:
+    def _give(self, route: Route, seq: int, place: p.Read) -> None:
         octets = self._kept[place]
         if self.away_bytes + octets.nbytes > AWAY_BYTES_MAX:
             self._refuse(route, seq, "has readers that do not read")

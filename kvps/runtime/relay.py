@@ -6,7 +6,8 @@ import logging
 import threading
 
 from kvps import config
-from kvps.core.relay import Relay, RelayedRange
+from kvps import protocol as p
+from kvps.core.relay import Relay
 from kvps.errors import KvpsError
 from kvps.net.driver import Inbox, drive
 from kvps.net.zap import Keys
@@ -64,12 +65,11 @@ class Door:
             self._inbox.put(take)
             is_known.wait(BEGIN_MAX_S if number else 0.0)
 
-    def add(self, place: RelayedRange, octets: memoryview) -> None:
+    def add(self, place: p.Read, octets: memoryview) -> None:
         """A range was read. The thread is woken if somebody waits for one, or there are many."""
         if self._thread.is_alive():  # else nobody would take the bytes
-            requests = self._inbox.requests
-            requests.append((Relay.on_range, (place, octets)))
-            if self._relay.is_awaited or len(requests) >= RANGES_PER_WAKE:
+            self._inbox.requests.append((Relay.on_range, (place, octets)))
+            if self._relay.is_awaited or len(self._inbox.requests) >= RANGES_PER_WAKE:
                 self._transport.wake()
 
     def close(self) -> None:

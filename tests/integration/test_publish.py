@@ -18,8 +18,9 @@ import kvps
 import kvps.torch
 from kvps.core import manifest
 from kvps.core.effects import Route
-from kvps.core.relay import Relay, RelayedRange
+from kvps.core.relay import Relay
 from kvps.dtypes import Spec
+from kvps.protocol.publications import Read
 from kvps.subscriber import digest_of
 
 LIMIT_S = 30
@@ -199,8 +200,8 @@ def test_readers_of_other_hosts_pass_on_what_they_read(monkeypatch: pytest.Monke
     given: list[int] = []
     give = Relay._give
 
-    def count(relay: Relay, route: Route, seq: int, place: RelayedRange) -> None:
-        given.append(place[-1])
+    def count(relay: Relay, route: Route, seq: int, place: Read) -> None:
+        given.append(place.size)
         give(relay, route, seq, place)
 
     monkeypatch.setattr(Relay, "_give", count)

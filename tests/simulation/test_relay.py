@@ -14,7 +14,7 @@ from kvps.core.effects import Connect, Exit, Send
 from kvps.core.manifest import Extent, Published
 from kvps.core.membership_client import Identity
 from kvps.core.reader import RELAY_LATE_S, RELAY_SILENT_S, Reader
-from kvps.core.relay import Relay, RelayedRange
+from kvps.core.relay import Relay
 from kvps.dtypes import Spec
 from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.version_memory import VersionMemory
@@ -47,7 +47,7 @@ class Host:
         self.is_dead = self.lies = self.only_waits = False
         self.done_at = 0.0
 
-    def keep(self, place: RelayedRange, octets: memoryview) -> None:
+    def keep(self, place: p.Read, octets: memoryview) -> None:
         self.relay.on_range(place, octets, self.world.now)
         self.world.relayed(self)
 

@@ -25,7 +25,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+
+import torch
 
 from kvps import protocol as p
 from kvps.core.effects import Route, Send
@@ -47,6 +48,9 @@ PUBLICATIONS_MAX = 1024
 READ_ONLY_MAX = 8
 """Versions of a publication that are there for readers alone."""
 ANNOUNCED_KEPT = 64
+SETTLE_BYTES, SETTLE_AFTER_S = 4 << 20, 0.02
+"""Bytes that are copied at a time while nothing else is to do, and seconds for which readers have
+said nothing by then: they wait for the processor, too."""
 SHOWN_MAX = 64
 """Publications of which there are gauges."""
 
@@ -56,7 +60,8 @@ Range = tuple[int, int, int]
 """A block, where bytes begin in it, and their number."""
 
 
-class Block(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Block:
     """A part of a version."""
 
     buffer: Buffer
@@ -64,8 +69,10 @@ class Block(NamedTuple):
     """The type of its elements."""
     as_dtype: str
     """The type in which they are read."""
-    is_lent: bool = False
-    """It lies where it came."""
+    lent: torch.Tensor | None = None
+    """The bytes where they came, until all of them are in the buffer."""
+    filled: int = 0
+    """How many are, from the first one on."""
 
     @property
     def size(self) -> int:
@@ -76,6 +83,17 @@ class Block(NamedTuple):
     def layout(self) -> tuple[str, str, int]:
         """Its types and its size."""
         return self.dtype, self.as_dtype, self.size
+
+    def fill(self, stop: int) -> bool:
+        """Have the bytes before ``stop`` in the buffer; return whether any were to be copied."""
+        if self.lent is None or stop <= self.filled:
+            return False
+        part = slice(self.filled, min(stop, self.size))
+        self.buffer.tensor[part].copy_(self.lent[part])
+        self.filled = part.stop
+        if part.stop == self.size:
+            self.lent = None
+        return True
 
 
 @dataclass(slots=True)
@@ -154,10 +172,10 @@ class Publications:
         self.readers: dict[ReaderId, Reader] = {}
         self._users: Counter[int] = Counter()
         """By the identity of a buffer: the versions that it is a block of."""
-        self._lent: deque[tuple[Version, int]] = deque()
+        self._lent: deque[Block] = deque()
         """The blocks of complete versions that lie where they came."""
         self.settle_at = math.inf
-        """When the next of them is to be copied."""
+        """When more of them is to be copied."""
         self.keeps_until = -math.inf
         """Until then versions stay whose readers this server, which was a standby, may not know yet."""
 
@@ -262,11 +280,12 @@ class Publications:
             publication.store = message.store
         return publication
 
-    def _version(self, publication: Publication, message: p.Freeze | p.Put) -> Version:
+    def _version(self, publication: Publication, message: p.Freeze | p.Put | p.Announce) -> Version:
         version = publication.versions.get(message.number)
         if version is None:
             version = publication.versions[message.number] = Version()
-            publication.last, publication.keep = message.number, message.keep
+            publication.last = max(publication.last, message.number)
+            publication.keep = message.keep
             self.prune(publication)
         return version
 
@@ -293,22 +312,19 @@ class Publications:
     ) -> None:
         self._make_room(publication, message, message.size)
         octets = from_frame(payload[0] if message.size else memoryview(b""), "uint8")
-        self._add(version, message.block, Block(Buffer(octets).hold(), "uint8", "uint8", is_lent=True))
+        buffer = Buffer(self.context.chunks.memory.empty(message.size, "uint8"))
+        self._add(version, message.block, Block(buffer.hold(), "uint8", "uint8", octets))
 
     def _announce(self, publication: Publication, message: p.Announce, payload: Sequence[memoryview]) -> None:
-        version = publication.versions.get(message.number)
         if message.number <= publication.newest:
             return  # again
-        if version is None:  # no part of it is here
-            version = publication.versions[message.number] = Version()
-            publication.last = max(publication.last, message.number)
-        publication.keep = message.keep
+        version = self._version(publication, message)
         if message.size:
             version.manifest = memoryview(bytes(payload[0]))
         version.completed_at = self.context.meter.now
         publication.announced.append(message.number)
         self.prune(publication)
-        self._lent.extend([(version, number) for number, block in version.blocks.items() if block.is_lent])
+        self._lent.extend([block for block in version.blocks.values() if block.lent is not None])
         self.settle_at = version.completed_at if self._lent else math.inf
         for reader in self.readers.values():
             seq, newer = reader.watches.get(message.publication, (0, 0))
@@ -337,24 +353,13 @@ class Publications:
         self.context.attempt(session, seq, PendingRequest(retry, why, store=message.store))
 
     def settle(self) -> None:
-        """Copy one block that lies where it came, if there is one."""
+        """Copy a part of a block that lies where it came, if there is one."""
+        while self._lent and self._lent[0].lent is None:  # it is copied, or gone
+            self._lent.popleft()
         if self._lent:
-            version, number = self._lent.popleft()
-            if number in version.blocks:  # else it is gone
-                self.own(version, number)
-        if not self._lent:
+            self._lent[0].fill(self._lent[0].filled + SETTLE_BYTES)
+        else:
             self.settle_at = math.inf
-
-    def own(self, version: Version, number: int) -> Block:
-        """Return a block in this server's memory, which can be lent to readers."""
-        block = version.blocks[number]
-        if block.is_lent:
-            tensor = self.context.chunks.memory.empty(block.size, "uint8")
-            tensor.copy_(block.buffer.tensor)
-            self._discard(block)
-            block = block._replace(buffer=Buffer(tensor).hold(), is_lent=False)
-            self._add(version, number, block)
-        return block
 
     # --- versions that come and go --------------------------------------------------------------------
 
@@ -372,6 +377,7 @@ class Publications:
         blocks.clear()
 
     def _discard(self, block: Block) -> None:
+        block.lent = None
         block.buffer.release()
         key = id(block.buffer)
         self._users[key] -= 1
@@ -397,8 +403,7 @@ class Publications:
         if self.now < self.keeps_until:  # the former holder of the seat may have given these to readers
             got_at = self.keeps_until - LEASE_S
             heard_at = {n: 0.0 for n, at in completed.items() if at <= got_at} | heard_at
-        used = [n for n in completed if n in heard_at]
-        used.sort(key=heard_at.__getitem__)
+        used = sorted([n for n in completed if n in heard_at], key=heard_at.__getitem__)
         for number in {*spare} - {*used[-READ_ONLY_MAX:]}:
             self._drop(publication, number)
 

@@ -20,12 +20,11 @@ import numpy as np
 
 from kvps import protocol as p
 from kvps.core.deltas import difference
-from kvps.core.effects import Effect, Note, Route, Send
+from kvps.core.effects import Note, Route, Send
 from kvps.core.membership_client import MembershipClient, check_protocol
 from kvps.core.relay import KEPT_S, Away
 from kvps.core.server.chunks.slab import Buffer
-from kvps.core.server.context import RequestContext
-from kvps.core.server.publications import LEASE_S, Block, Publications, Range, Reader, Version
+from kvps.core.server.publications import LEASE_S, SETTLE_AFTER_S, Block, Publications, Range, Reader, Version
 from kvps.dtypes import BY_NAME
 from kvps.errors import KeyNotFound, Mismatch, Overload, ProtocolError
 from kvps.protocol.envelope import Answer, Envelope, Message, Packet
@@ -60,19 +59,14 @@ class Readers:
     Args:
         publications: what there is to read, and who reads.
         member: this server's place in the job.
-        outbox: for what is to be logged.
     """
 
-    def __init__(self, publications: Publications, member: MembershipClient, outbox: list[Effect]) -> None:
-        self._published, self._member, self._outbox = publications, member, outbox
+    def __init__(self, publications: Publications, member: MembershipClient) -> None:
+        self._published, self._member = publications, member
         self._copied_bytes = 0
         """Bytes on their way to readers that were copied for them."""
         self._is_crowded = False
         """The log says that there are too many readers."""
-
-    @property
-    def _context(self) -> RequestContext:
-        return self._published.context
 
     def admit(self, envelope: Envelope, kind: type[Message]) -> bool:
         """Judge a packet of a reader by its envelope.
@@ -82,12 +76,11 @@ class Readers:
         """
         if self._member.welcome is None:
             return False
+        me = self._published.context.me
         if envelope.job != self._member.job:
-            raise Mismatch(
-                f"{self._context.me} serves another job than this reader reads from; ask the scheduler"
-            )
+            raise Mismatch(f"{me} serves another job than this reader reads from; ask the scheduler")
         if kind is not p.Hello and (envelope.rank, envelope.incarnation) not in self._published.readers:
-            raise Mismatch(f"{self._context.me} expects HELLO first from a reader")
+            raise Mismatch(f"{me} expects HELLO first from a reader")
         return True
 
     def on_reader(self, route: Route, packet: Packet, now: float) -> None:
@@ -108,12 +101,12 @@ class Readers:
             reader.counted_from, reader.count = now, 0
         reader.count += 1
         if reader.count > MESSAGES_MAX:
-            self._context.meter.add("kvps_dropped_packets_total", "reads")
+            self._published.context.meter.add("kvps_dropped_packets_total", "reads")
             return
         reader.heard_at = now
         match message:
             case p.Hello():
-                check_protocol(message, self._context.me)
+                check_protocol(message, self._published.context.me)
                 reader.rank, reader.machine = envelope.rank, message.machine
                 reader.endpoint = message.endpoint if ENDPOINT.fullmatch(message.endpoint) else ""
                 welcome = self._member.welcome
@@ -137,15 +130,15 @@ class Readers:
         """
         who, reader = min(self._published.readers.items(), key=lambda item: item[1].heard_at)
         if now < reader.heard_at + IDLE_S:
-            raise Overload(f"{self._context.me} has {READERS_MAX} readers already", limit="readers")
+            raise Overload(f"{self._published.context.me} has {READERS_MAX} readers already", limit="readers")
         del self._published.readers[who]
         if not self._is_crowded:
             self._is_crowded = True
             text = (
-                f"{self._context.me} has {READERS_MAX} readers: those that are silent longest lose their "
-                "leases. A holder of a reader's key may make many readers"
+                f"{self._published.context.me} has {READERS_MAX} readers: those that are silent longest lose "
+                "their leases. A holder of a reader's key may make many readers"
             )
-            self._outbox.append(Note("warning", text))
+            self._published.context.outbox.append(Note("warning", text))
 
     def _watch(self, reader: Reader, seq: int, message: p.Watch, now: float) -> None:
         name = message.publication
@@ -192,12 +185,13 @@ class Readers:
         if reader.away.get(seq) == reader.route:
             return  # the answer is under way
         if reader.away_bytes + size > AWAY_BYTES_MAX or len(reader.away) >= AWAY_MAX:
-            self._context.meter.add("kvps_dropped_packets_total", "reads")
+            self._published.context.meter.add("kvps_dropped_packets_total", "reads")
             return  # it is asked for again
         is_copy = isinstance(message, p.ReadChanges) or block.as_dtype != block.dtype
         if is_copy and reader.away_bytes and self._copied_bytes + size > COPIES_BYTES_MAX:
             return  # readers may hang
-        block = self._published.own(version, message.block)
+        if block.fill(stop):
+            self._published.settle_at = self._published.now + SETTLE_AFTER_S
         if isinstance(message, p.ReadChanges) and self._give_changes(reader, seq, message, block):
             return
         if isinstance(message, p.Read) and message.without and len(version.failed) < RELAYS_MAX:
@@ -213,7 +207,7 @@ class Readers:
                     reader, p.Elsewhere(seq, relay.endpoint, relay.rank, version.digests[place])
                 )
                 return
-        octets = self._octets(block, start, stop, self._context.chunks.memory)
+        octets = self._octets(block, start, stop, self._published.context.chunks.memory)
         self._send(
             reader, p.Octets(seq, size), octets, block.buffer if block.as_dtype == block.dtype else None
         )
@@ -252,6 +246,7 @@ class Readers:
             self._published.say(reader, p.Changes(seq))
             return True
         ends = message.start, message.start + message.size
+        older.fill(ends[1])
         old, new = (np.frombuffer(self._octets(part, *ends, PRIVATE), np.uint8) for part in (older, block))
         delta = difference(old, new, message.width)
         if delta is None:
@@ -276,8 +271,7 @@ class Readers:
         publication = self._published.by_name.get(name)
         version = None if publication is None else publication.versions.get(number)
         if publication is None or version is None or version.completed_at is None:
-            newest = 0 if publication is None else publication.newest
-            there = f"version {newest}" if newest else "none"
+            there = f"version {publication.newest}" if publication and publication.newest else "none"
             raise KeyNotFound(
                 f"version {number} of {name!r} is gone ({there} is the newest): old versions go if their "
                 f"readers say nothing for {LEASE_S:.0f} s, or where memory is short. "
@@ -302,8 +296,8 @@ class Readers:
         if buffer is not None:
             buffer.hold()
         packet = Packet(self._member.envelope(), message, (frame,))
-        self._context.meter.on_send(packet.payload)
-        self._context.outbox.append(Send(reader.route, packet, Away(release)))
+        self._published.context.meter.on_send(packet.payload)
+        self._published.context.outbox.append(Send(reader.route, packet, Away(release)))
 
     def expire(self, now: float) -> None:
         """Forget the readers that have said nothing for a while, and what only they used."""

@@ -124,7 +124,7 @@ class Server(Core):
         self._memory_limit = memory_limit
         self._limits = limits
         self.publications = Publications(self.member)
-        self.readers = Readers(self.publications, self.member, self._outbox)
+        self.readers = Readers(self.publications, self.member)
         self._tier = tier
         self._replicator: Replicator | None = None
         """Copies what is held here to the standby; None without replicas."""

@@ -301,7 +301,7 @@ class Relayed(Stage):
         super().__init__()
         self.core.endpoint, self.core.key = "tcp://me:1", "k"
         self.kept: list[int] = []
-        self.core.on_range = lambda place, octets: self.kept.append(place[4])
+        self.core.on_range = lambda place, octets: self.kept.append(place.start)
         self.read: list[int] = []
         self.joined()
         asks = [Ask(1, p.Read("policy", 3, 0, start, 8, True), self.taking(start)) for start in range(count)]

@@ -5,7 +5,7 @@ import pytest
 from kvps import protocol as p
 from kvps.core import relay
 from kvps.core.effects import Effect, Exit, Send
-from kvps.core.relay import KEPT_S, Relay, relayed_range
+from kvps.core.relay import KEPT_S, Relay, range_of
 from kvps.errors import BY_CODE, KeyNotFound
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from tests.support.effects import taken
@@ -26,7 +26,7 @@ class Stage:
         return said(taken(self.core, self.core.on_packet(route, packet, 1.0)))
 
     def comes(self, start: int = 0) -> list[Message]:
-        place = relayed_range(1, p.Read("policy", 3, 5, start, 8))
+        place = range_of(1, p.Read("policy", 3, 5, start, 8))
         return said(taken(self.core, self.core.on_range(place, OCTETS, 1.0)))
 
 

@@ -3,15 +3,16 @@ has ended."""
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from kvps.core.relay import RelayedRange
+from kvps import protocol as p
 from kvps.protocol.envelope import Envelope, Role
 from kvps.runtime import relay
 from kvps.runtime.relay import Door
 
-PLACE: RelayedRange = ("policy", 3, 0, 0, 0, 4)
+PLACE = p.Read("policy", 3, 0, 0, 4)
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def test_version_is_known_before_it_is_read(door: Door) -> None:
 def test_ranges_that_nobody_waits_for_wake_the_thread_together(door: Door) -> None:
     door.begin("policy", 3)
     for start in range(relay.RANGES_PER_WAKE):
-        door.add((*PLACE[:4], start, 4), memoryview(b"abcd"))
+        door.add(replace(PLACE, start=start), memoryview(b"abcd"))
     until = time.monotonic() + 0.9  # before the loop looks by itself
     while len(door._relay._kept) < relay.RANGES_PER_WAKE and time.monotonic() < until:
         time.sleep(0.001)

@@ -60,5 +60,6 @@ def _copied(name: str, number: int, at: int, block: Block, chunks: Chunks) -> Se
     chunk, types = chunks.by_number.get(at), (BY_NAME[block.dtype].id, BY_NAME[block.as_dtype].id)
     if chunk is not None and chunk.buffer is block.buffer:
         return p.CopyBlock(name, number, at, *types, True, 0), (), None
+    block.fill(block.size)
     octets = block.buffer.octets
     return p.CopyBlock(name, number, at, *types, False, len(octets)), (octets,), block.buffer.hold()

@@ -17,7 +17,7 @@ from kvps import protocol as p
 from kvps.core import manifest
 from kvps.core.manifest import Extent, Published
 from kvps.core.worker.calls.base import Call, Operation, Values, frozen, settle
-from kvps.core.worker.connection import Request
+from kvps.core.worker.connection import Request, route_of
 from kvps.core.worker.consistent_read import Step
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID, BY_NAME, Spec
@@ -26,7 +26,9 @@ from kvps.protocol.envelope import Packet
 from kvps.protocol.wire import ARRAY_MAX, FRAME_BYTES_MAX
 from kvps.tensors import NAMES, TORCH, Memory
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES, LENT_BLOCK_BYTES = 8 << 20, 32 << 20
+"""Bytes of a block, and at most of a block that servers read where it lies: no packet waits behind that.
+Each server has two of these at least: both copy at once."""
 ALIGN = 64
 """Tensors begin at multiples of so many bytes of what is published."""
 
@@ -105,6 +107,9 @@ class Publish(Call):
     ) -> Generator[Step, list[Packet], list[Published]]:
         """Give the servers the tensors, in blocks that are numbered from ``first`` on."""
         blocks: list[list[Segment]] = []
+        most, share = BLOCK_BYTES, sum([row.nbytes for row in values]) // (2 * store.servers)
+        if all(store.memory.lends(route_of(server), ()) for server in range(store.servers)):
+            most = max(most, min(share, LENT_BLOCK_BYTES) // ALIGN * ALIGN)
         room, tensors = 0, []
         placed: dict[tuple[int, torch.dtype, torch.Size], tuple[Extent, ...]] = {}
         for name, row in zip(self.names, values, strict=True):
@@ -117,8 +122,8 @@ class Publish(Call):
                 while offset < flat.numel() * width:
                     if not room:
                         blocks.append([])
-                        room = BLOCK_BYTES
-                    size, start = min(room, flat.numel() * width - offset), BLOCK_BYTES - room
+                        room = most
+                    size, start = min(room, flat.numel() * width - offset), most - room
                     part = flat[offset // width : (offset + size) // width]
                     blocks[-1].append((part, start, TORCH[dtype]))
                     block = len(blocks) - 1

@@ -15,7 +15,7 @@ from kvps.core.effects import Note
 from kvps.core.limits import Limits
 from kvps.core.relay import KEPT_S
 from kvps.core.server import publications, readers
-from kvps.core.server.publications import LEASE_S
+from kvps.core.server.publications import LEASE_S, SETTLE_AFTER_S
 from kvps.core.server.readers import READERS_MAX, WATCHES_MAX
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, Overload, ProtocolError
 from kvps.protocol.envelope import Envelope, Message, Role
@@ -436,7 +436,10 @@ def test_readers_keep_a_few_versions_together(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.spec("R543", "R85")
-def test_bytes_stay_where_they_came_until_somebody_reads_them_or_there_is_time() -> None:
+def test_bytes_stay_where_they_came_until_somebody_reads_them_or_there_is_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publications, "SETTLE_BYTES", 2)
     server = stage()
     served = server.server.publications
     for block in range(3):
@@ -447,21 +450,19 @@ def test_bytes_stay_where_they_came_until_somebody_reads_them_or_there_is_time()
     held = server.bytes
     assert server.floats(1, 1, 4) == [1.0]
 
-    def lent() -> list[int]:
-        (version,) = served.by_name["policy"].versions.values()
-        return [number for number, block in sorted(version.blocks.items()) if block.is_lent]
-
-    assert lent() == [0, 2], "what is read is copied first"
-    for left in ([2], [2], []):
+    assert served.settle_at == server.now + SETTLE_AFTER_S, "the reader needs the processor"
+    server.now += SETTLE_AFTER_S
+    for filled in ([2, 4, 0], [4, 4, 0], [4, 4, 2], [4, 4, 4], [4, 4, 4]):
         server.take(server.server.on_timer(server.now))
-        assert lent() == left
+        (version,) = served.by_name["policy"].versions.values()
+        assert [block.filled for block in version.blocks.values()] == filled
     assert (served.settle_at, server.bytes) == (math.inf, held)
+    assert all(block.lent is None for block in version.blocks.values())
     assert server.floats(1, 2, 4) == [2.0]
     server.publish(2, 5.0, keep=1)
     server.publish(3, 6.0, keep=1)
-    for _ in range(2):  # version 2 is gone
+    for _ in range(3):  # version 2 is gone
         server.take(server.server.on_timer(server.now))
-    served.settle()
     assert server.floats(3, 0, 4) == [6.0]
     assert (served.settle_at, server.bytes) == (math.inf, 4)
 

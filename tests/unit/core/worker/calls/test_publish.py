@@ -14,7 +14,7 @@ from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
-from kvps.tensors import to_frame
+from kvps.tensors import Private, to_frame
 
 SERVER = Envelope(bytes(16), 0, Role.SERVER, 0, 1, 0)
 BFLOAT16 = 4
@@ -83,6 +83,19 @@ def test_tensors_are_cut_into_blocks_and_announced_at_last(monkeypatch: pytest.M
     assert [server for server, _ in servers.messages(p.Announce)] == [1, 0]
     half = bytes(to_frame(weight.bfloat16().view(-1)))
     assert servers.tensors() == {"a": half, "b": half, "count": bytes(to_frame(count)), "none": b""}
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(1 << 20, [192, 192, 192, 192, 32]), (128, [128] * 6 + [32])])
+def test_blocks_that_are_read_in_place_are_large(
+    monkeypatch: pytest.MonkeyPatch, most: int, sizes: list[int]
+) -> None:
+    monkeypatch.setattr(publish, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(publish, "LENT_BLOCK_BYTES", most)
+    monkeypatch.setattr(Private, "lends", lambda memory, route, pieces: route in ("server 0", "server 1"))
+    servers, weight = Servers(), torch.randn(200)
+    servers.carry_out(store_of(), call(a=weight))
+    assert [message.size for _, message in servers.messages(p.Put)] == sizes  # type: ignore[attr-defined]
+    assert servers.tensors() == {"a": bytes(to_frame(weight))}
 
 
 @pytest.mark.spec("R544")
