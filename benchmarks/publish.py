@@ -10,8 +10,12 @@ namespaces behind links of that rate.
 
 Printed are medians over the turns, in milliseconds: ``copy`` is one copy of these bytes by torch, ``publish``
 the call in the trainer, ``learn`` from its return until the last reader knows the number, and ``read`` from
-there until that reader has all tensors. ``share`` is the time in which as many readers copy these bytes at
-once, divided by that. ``carried`` is what left by the trainer's link, in models.
+there until that reader has all tensors. ``share`` is the time in which as many bare processes copy these
+bytes at once, divided by that. ``carried`` is what left by the trainer's link, in models.
+
+On a machine with other work compare what does not wait: ``cpu``, the trainer's processor time in ``publish``
+by that of one copy, ``faults``, the pages that the trainer touched first there, and both for the readers:
+``read cpu`` by that of a copy of a bare process, and ``read faults`` of the reader that had most.
 
 Beside them are a safetensors file, written and loaded, and a broadcast over gloo to as many processes.
 """
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import signal
 import statistics
 import subprocess
@@ -46,19 +51,56 @@ def read(turns: int) -> None:
     with kvps.subscribe("bench") as versions:
         number = versions.wait(timeout=60)
         versions.fetch()
-        target: dict[str, torch.Tensor] = {}
         print("ready", flush=True)
         for _ in range(turns):
             number = versions.wait(newer_than=number, timeout=60)
-            known = time.monotonic()
+            known, before = time.monotonic(), used()
             versions.fetch()
-            got = time.monotonic()
-            if not target:
-                target = {name: torch.empty_like(tensor) for name, tensor in versions.tensors()}
-                versions._is_given = False  # it is only copied from
-            began = time.monotonic()
-            versions.load(target)
-            print(number, known, got, time.monotonic() - began, flush=True)
+            got, after = time.monotonic(), used()
+            print(number, known, got, after[0] - before[0], after[1] - before[1], flush=True)
+
+
+def used() -> tuple[float, int]:
+    """Return the seconds of a processor that this process has used, and the pages that it touched first."""
+    use = resource.getrusage(resource.RUSAGE_SELF)
+    return time.process_time(), use.ru_minflt
+
+
+def copy_at_once(turns: int, count: int) -> None:
+    """Copy so many bytes whenever a line comes; print the time, and that of the processor."""
+    source, target = torch.ones(count, dtype=torch.uint8), torch.ones(count, dtype=torch.uint8)
+    print("ready", flush=True)
+    for _ in range(turns):
+        input()
+        began, before = time.monotonic(), used()
+        target.copy_(source)
+        print(time.monotonic() - began, used()[0] - before[0], flush=True)
+
+
+def copies(hosts: Sequence[str], readers: int, turns: int, count: int) -> tuple[float, float]:
+    """Return the median seconds in which so many processes copy these bytes, and one's processor time."""
+    processes = [
+        subprocess.Popen(
+            command(host, "--copy", str(turns), str(count)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for host in hosts[:readers]
+    ]
+    rows = []
+    for turn in range(-1, turns):
+        for process in processes:
+            if turn >= 0 and process.stdin is not None:
+                process.stdin.write("\n")
+                process.stdin.flush()
+        lines = [process.stdout.readline().split() for process in processes if process.stdout]
+        if turn >= 0 and lines:
+            rows.append([max(float(line[column]) for line in lines) for column in (0, 1)])
+    for process in processes:
+        process.wait()
+    wall, cpu = (statistics.median(column) for column in zip(*rows, strict=True)) if rows else (0.0, 0.0)
+    return wall, cpu
 
 
 def join(rank: int, size: int, turns: int, at: str, count: int) -> None:
@@ -98,7 +140,8 @@ def measure(
     turns: int,
     stops: bool,
 ) -> list[float]:
-    """Return the medians of publish, learn, read and a reader's copy in seconds, and of bytes by the link."""
+    """Return the medians of publish, learn and read in seconds, of bytes by the link, and of the processor
+    time and faults of the trainer and the readers."""
     publish()
     processes = [
         subprocess.Popen(command(host, "--read", str(turns)), stdout=subprocess.PIPE, text=True)
@@ -114,16 +157,17 @@ def measure(
         for _ in range(turns):
             sent = int(SENT.read_text()) if hosts[0] else 0
             change()
-            began = time.monotonic()
+            began, before = time.monotonic(), used()
             number = publish()
-            ended = time.monotonic()
+            ended, after = time.monotonic(), used()
             lines = [process.stdout.readline().split() for process in processes if process.stdout]
             assert all(int(line[0]) == number for line in lines)
             known = max([float(line[1]) for line in lines], default=ended)
             got = max([float(line[2]) for line in lines], default=known)
-            copy = max([float(line[3]) for line in lines], default=0.0)
+            cpu, faults = (max([float(line[at]) for line in lines], default=0.0) for at in (3, 4))
             sent = int(SENT.read_text()) - sent if hosts[0] else 0
-            rows.append((ended - began, max(0.0, known - ended), got - known, copy, sent))
+            own = after[0] - before[0], after[1] - before[1]
+            rows.append((ended - began, max(0.0, known - ended), got - known, sent, *own, cpu, faults))
     finally:
         for process in processes:
             process.kill()
@@ -209,10 +253,14 @@ def main() -> int:
     parser.add_argument("--link", help="the rate of each host's link, as tc has it")
     parser.add_argument("--read", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--join", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--copy", nargs=2, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--hosts", nargs="*", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.read is not None:
         read(flags.read)
+        return 0
+    if flags.copy is not None:
+        copy_at_once(*flags.copy)
         return 0
     if flags.join is not None:
         rank, size, turns, at, count = flags.join
@@ -226,15 +274,19 @@ def main() -> int:
     target = [tensor.clone() for tensor in state.values()]
     times = []
     for _ in range(flags.turns):
-        began = time.monotonic()
+        began, before = time.monotonic(), used()
         for to, tensor in zip(target, state.values(), strict=True):
             to.copy_(tensor)
-        times.append(time.monotonic() - began)
-    copy = statistics.median(times)
-    print(f"{flags.mb} MB; copy {1e3 * copy:.0f} ms")
+        times.append((time.monotonic() - began, used()[0] - before[0]))
+    copy, copy_cpu = (statistics.median(column) for column in zip(*times, strict=True))
+    print(f"{flags.mb} MB; copy {1e3 * copy:.0f} ms, of a processor {1e3 * copy_cpu:.0f} ms")
+    at_once = {size: copies(hosts, size, flags.turns, flags.mb * 1_000_000) for size in {1, *flags.readers}}
+    for size, (wall, cpu) in sorted(at_once.items()):
+        if size:
+            print(f"{size} bare copies at once: {1e3 * wall:.0f} ms, of a processor {1e3 * cpu:.0f} ms each")
     beside(state, hosts, flags.readers, flags.turns)
-    titles = ("publish", "learn", "read", "share", "carried")
-    print(f"{'source':12}{'changed':>8}{'readers':>18}" + "".join(f"{title:>9}" for title in titles))
+    titles = ("publish", "learn", "read", "share", "carried", "cpu", "faults", "read cpu", "read faults")
+    print(f"{'source':12}{'changed':>8}{'readers':>18}" + "".join(f"{title:>12}" for title in titles))
     with kvps.create("dist_sync", name="bench") as kv:
         kv.init(list(state), list(state.values()))
 
@@ -250,11 +302,21 @@ def main() -> int:
                         flags.turns,
                         stops,
                     )
-                    called, learn, took, copied, sent = found
+                    called, learn, took, sent, cpu, faults, read_cpu, read_faults = found
+                    wall, copied = at_once[readers]
                     who = f"{readers} and 1 stopped" if stops else f"{readers}"
-                    share = f"{copied / took:.2f}" if took else ""
-                    carried = f"{sent / flags.mb / 1e6:.2f}" if flags.hosts else ""
-                    numbers = f"{1e3 * called:9.1f}{1e3 * learn:9.1f}{1e3 * took:9.0f}{share:>9}{carried:>9}"
+                    cells = [
+                        f"{1e3 * called:.1f}",
+                        f"{1e3 * learn:.1f}",
+                        f"{1e3 * took:.0f}",
+                        f"{wall / took:.2f}" if took else "",
+                        f"{sent / flags.mb / 1e6:.2f}" if flags.hosts else "",
+                        f"{cpu / copy_cpu:.2f}",
+                        f"{faults:.0f}",
+                        f"{read_cpu / copied:.2f}" if took else "",
+                        f"{read_faults:.0f}",
+                    ]
+                    numbers = "".join(f"{cell:>12}" for cell in cells)
                     print(f"{title:12}{changed:8.2f}{who:>18}{numbers}", flush=True)
     return 0
 
