@@ -75,6 +75,7 @@ def test_linear_numpy_finds_the_weights(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.count("distance to the true weights 0.0") >= 4
 
 
+@pytest.mark.in_turn
 def test_async_vs_sync_shows_what_a_slow_worker_costs(tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     ended = subprocess.run(

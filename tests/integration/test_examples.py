@@ -81,6 +81,7 @@ def test_gpt_writes(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.count("---\nReturn the") == 1
 
 
+@pytest.mark.in_turn
 @pytest.mark.usefixtures("text")
 def test_gpt_fails_above_the_loss_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     short = ("--steps", "1", "--batch-size", "2", "--store", "local")

@@ -105,9 +105,9 @@ def test_variables_of_another_cluster_do_not_mislead(processes: Processes, tmp_p
     ("how", "code"),
     [
         ("sys.exit(3)", 3),
-        pytest.param("raise ValueError('no')", 1, marks=pytest.mark.thorough),
-        pytest.param("os._exit(3)", 3, marks=pytest.mark.thorough),
-        ("os.kill(os.getpid(), 9)", 137),
+        pytest.param("raise ValueError('no')", 1, marks=pytest.mark.in_turn),
+        pytest.param("os._exit(3)", 3, marks=pytest.mark.in_turn),
+        pytest.param("os.kill(os.getpid(), 9)", 137, marks=pytest.mark.in_turn),
     ],
 )
 def test_a_failing_worker_ends_everything(processes: Processes, how: str, code: int) -> None:
@@ -340,9 +340,8 @@ def test_ctrl_c_before_everything_is_there(processes: Processes) -> None:
     assert "still running" not in launched.err
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.thorough)]
-)
+@pytest.mark.in_turn
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_after_a_signal_kills_at_once(processes: Processes, number: signal.Signals, code: int) -> None:
     """Though the command has a minute after the first signal."""
     script = processes.script(

@@ -63,9 +63,9 @@ print("weights", hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one 
     ("front_end", "transport"),
     [
         (OPTIMIZER, "auto"),
-        (PLAIN, "tcp"),
-        pytest.param(TRAINER, "auto", marks=pytest.mark.thorough),
-        pytest.param(OPTIMIZER, "tcp", marks=pytest.mark.thorough),
+        pytest.param(PLAIN, "tcp", marks=pytest.mark.in_turn),
+        pytest.param(TRAINER, "auto", marks=pytest.mark.in_turn),
+        pytest.param(OPTIMIZER, "tcp", marks=pytest.mark.in_turn),
     ],
     ids=["optimizer", "plain, without shared memory", "trainer", "optimizer, without shared memory"],
 )

@@ -260,9 +260,9 @@ def test_two_processes_of_one_command_at_a_time_are_refused(processes: Processes
 @pytest.mark.parametrize(
     "code",
     [
-        pytest.param("import sys; sys.exit(3)", marks=pytest.mark.thorough),
         "raise ValueError('no')",
-        "import os; os._exit(3)",
+        pytest.param("import sys; sys.exit(3)", marks=pytest.mark.in_turn),
+        pytest.param("import os; os._exit(3)", marks=pytest.mark.in_turn),
     ],
 )
 def test_a_plain_worker_that_ends_badly_is_lost(processes: Processes, code: str) -> None:

@@ -6,7 +6,6 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -17,6 +16,7 @@ from kvps.core.embedding.table import BEHIND, EVICTED, EmbeddingRows
 from kvps.errors import StorageError
 from tests.support.memory_disk import MemoryDisk
 from tests.support.table_messages import pull_rows, push_rows
+from tests.support.tiers import examples
 
 IDS = st.sets(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 30), max_size=12)
 VALUES = st.integers(-3, 3)
@@ -219,8 +219,8 @@ def _small_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TestBounded = Model.TestCase
-TestBounded.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestBounded.settings = examples(40, stateful_step_count=40)
 TestTiered = Tiered.TestCase
-TestTiered.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTiered.settings = examples(60, stateful_step_count=40)
 TestUnbounded = Unbounded.TestCase
-TestUnbounded.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestUnbounded.settings = examples(25, stateful_step_count=40)

@@ -7,7 +7,7 @@ with pulls in between, while keys lie in chunks and spans are cut and joined.
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import event, settings
+from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -15,6 +15,7 @@ from kvps.protocol.envelope import WINDOW
 from kvps.protocol.membership import Error
 from kvps.protocol.values import Ask, Pull, Pulled, Push, Run
 from tests.support.server_harness import ServerStage, acked, as_row, heard
+from tests.support.tiers import examples
 
 SIZES = {"a": 2, "b": 1, "c": 3, "d": 1, "e": 2}
 RANKS = 3
@@ -235,4 +236,4 @@ def joined(runs: list[Run]) -> list[Run]:
 
 
 TestModel = pytest.mark.spec("R50", "R51", "R52", "R53", "R59", "R62")(Model.TestCase)
-TestModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestModel.settings = examples(150, stateful_step_count=40)

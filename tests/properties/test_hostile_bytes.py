@@ -20,7 +20,7 @@ from typing import Any
 import msgpack
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -37,6 +37,7 @@ from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.torch.serialization import pack, unpack
 from tests.support import snapshots
+from tests.support.tiers import examples
 
 SLACK = 20
 """How many times slower than on a machine of its own a reader may be: other tests run beside it, and coverage
@@ -181,7 +182,7 @@ def test_true_inputs_are_read(name: str) -> None:
 def test_any_bytes_give_a_value_or_the_declared_error(name: str) -> None:
     reader = READERS[name]
 
-    @settings(deadline=None, suppress_health_check=list(HealthCheck))
+    @examples(100, suppress_health_check=list(HealthCheck))
     @given(inputs(reader))
     def checked(data: bytes) -> None:
         check(reader, data)

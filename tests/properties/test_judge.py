@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvps.core.gradients import DenseGradient
@@ -10,6 +10,7 @@ from kvps.core.server.chunks.rounds import Verdict
 from kvps.errors import KvpsError
 from kvps.protocol.values import Push, Run
 from tests.support.server_harness import ServerStage
+from tests.support.tiers import examples
 
 SIZES = {"a": 2, "b": 1, "c": 3, "d": 4}
 RANKS = 2
@@ -51,7 +52,7 @@ def pushes(draw: st.DrawFn, stage: ServerStage) -> tuple[Push, torch.Tensor]:
 
 @pytest.mark.spec("R50", "R53", "R56")
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_judging_changes_nothing_and_applying_does_what_was_judged(data: st.DataObject) -> None:
     rule = data.draw(st.sampled_from(["", "sgd", "adam", "lars"]))
     mode = data.draw(st.sampled_from(["sync", "async"] if rule else ["sync"]))

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvps.core.server.chunks.rounds import LENT_MAX
@@ -17,6 +17,7 @@ from kvps.dtypes import BY_NAME
 from kvps.protocol.values import Push, Run
 from kvps.tensors import TORCH
 from tests.support.server_harness import ServerStage
+from tests.support.tiers import examples
 
 SIZES = {"a": 5, "b": 1, "c": 12, "d": 3, "e": 8}
 ROUNDS = 3
@@ -70,7 +71,7 @@ def joined(runs: list[Run]) -> tuple[Run, ...]:
 
 @pytest.mark.spec("R50", "R80")
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_lent_gradients_do_what_frames_do_and_are_only_read(data: st.DataObject) -> None:
     rule = data.draw(st.sampled_from(sorted(OPTIMIZERS)))
     kinds = {"float", "half"} | ({"int"} if not rule else set())

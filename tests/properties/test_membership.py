@@ -5,13 +5,13 @@ may ever see: an incarnation issued twice, a view that goes back, a seat that is
 newcomer that is refused because of one that has not proved, since it came, that it lives.
 """
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvps.core.effects import Effect, Exit, Send
 from kvps.protocol.membership import Beat, Error, View, Welcome
 from tests.support.scheduler_harness import Stage
+from tests.support.tiers import examples
 
 ROUTES = [f"w{k}" for k in range(6)] + ["s0", "s1", "s2"]
 routes = st.sampled_from(ROUTES)
@@ -116,5 +116,5 @@ class Cluster(RuleBasedStateMachine):
         self.final |= {seat: state for seat, state in states.items() if state in ("left", "gone")}
 
 
-Cluster.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+Cluster.TestCase.settings = examples(120, stateful_step_count=40)
 TestCluster = Cluster.TestCase

@@ -2,10 +2,11 @@
 
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvps.core.placement import ALIGN, PAGE, PAGES_MIN, home, parts
+from tests.support.tiers import examples
 
 
 @given(
@@ -14,7 +15,7 @@ from kvps.core.placement import ALIGN, PAGE, PAGES_MIN, home, parts
     servers=st.integers(1, 100),
     bound=st.integers(0, 10**6),
 )
-@settings(deadline=None)
+@examples(100)
 def test_every_element_lies_on_one_server_and_the_home_knows_the_key(
     key: str, count: int, servers: int, bound: int
 ) -> None:

@@ -3,11 +3,12 @@
 from collections import defaultdict
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvps.core.gradients import DenseGradient
 from kvps.core.server.chunks.rounds import LateSpan, Span, Verdict
+from tests.support.tiers import examples
 
 RANKS = 4
 STEPS = st.one_of(
@@ -22,7 +23,7 @@ STEPS = st.one_of(
     grace_s=st.sampled_from([0.0, 1.0, -1.0]),
     counts_late=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_each_push_counts_at_most_once(
     steps: list[object], quorum: int, grace_s: float, counts_late: bool
 ) -> None:

@@ -1,12 +1,13 @@
 """Rounds of one span against a model that keeps every push it ever saw."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvps.core.gradients import DenseGradient
 from kvps.core.server.chunks.rounds import Span, Verdict
 from kvps.protocol.envelope import WINDOW
+from tests.support.tiers import examples
 
 RANKS = 3
 PUSHES = st.tuples(
@@ -19,7 +20,7 @@ PUSHES = st.tuples(
     keep=st.booleans(),
     lent=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_each_rank_counts_once_in_each_round(steps: list[object], keep: bool, lent: bool) -> None:
     """A step is a push (its number given relative to what its first rank owes), or a new set of
     ranks that are waited for."""

@@ -1,12 +1,13 @@
 """Any mix of rows and whole tables, in any order, is what a dense reference makes of it."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvps.protocol.values import PulledRows, PullRows, Push, PushRows, Run
 from kvps.tensors import from_frame
 from tests.support.server_harness import ServerStage, acked, heard
+from tests.support.tiers import examples
 
 WIDTH = 2
 
@@ -57,7 +58,7 @@ def after(
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_rounds_are_those_of_a_dense_reference(data: st.DataObject) -> None:
     workers, optimizer = data.draw(st.integers(1, 4)), data.draw(st.booleans())
     count = data.draw(st.sampled_from([1, 7, 20_000]))  # the last lies in several chunks

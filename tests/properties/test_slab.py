@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -10,6 +10,7 @@ from kvps.core.server.chunks.slab import Chunk, Chunks, Slab
 from kvps.core.server.sessions import PendingRead, Session
 from kvps.protocol.stores import Piece
 from tests.support.server_harness import weight_bytes
+from tests.support.tiers import examples
 
 SIZES = st.integers(1, 9)
 
@@ -60,7 +61,7 @@ class Held(RuleBasedStateMachine):
 
 
 TestHeld = pytest.mark.spec("R62")(Held.TestCase)
-TestHeld.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestHeld.settings = examples(50, stateful_step_count=30)
 
 
 class Cuts(RuleBasedStateMachine):
@@ -141,11 +142,11 @@ class Cuts(RuleBasedStateMachine):
 
 
 TestCuts = Cuts.TestCase
-TestCuts.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCuts.settings = examples(60, stateful_step_count=30)
 
 
 @given(counts=st.lists(st.integers(0, 3 * CHUNK_BYTES), max_size=12))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_places_do_not_overlap_and_hold_all(counts: list[int]) -> None:
     chunks = Chunks()
     slab = Slab("kv", "uint8", chunks, CHUNK_BYTES)

@@ -18,6 +18,7 @@ from kvps.errors import ProtocolError
 from kvps.protocol import wire
 from kvps.protocol.envelope import MESSAGES, Envelope, Message, Packet, Role
 from tests.properties.test_wire import messages_of
+from tests.support import tiers
 from tests.support.effects import taken
 from tests.support.server_harness import JOB, ServerStage
 
@@ -137,7 +138,7 @@ def busy(mode: str, optimizer: str, on_nonfinite: str) -> ServerStage:
 
 def quick(count: int) -> settings:
     """So many examples, however busy the machine is."""
-    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
+    return tiers.examples(count, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.spec("R200")

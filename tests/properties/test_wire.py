@@ -31,7 +31,7 @@ pytestmark = pytest.mark.no_cover
 
 def examples(count: int) -> settings:
     """So many examples, however busy the machine is."""
-    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    return tiers.examples(count, suppress_health_check=[HealthCheck.too_slow])
 
 
 # --- from the declarations to packets -----------------------------------------------------------

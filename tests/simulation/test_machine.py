@@ -34,6 +34,7 @@ from tests.simulation.faults import (
 )
 from tests.simulation.network import Faults
 from tests.simulation.witness import Witness
+from tests.support import tiers
 
 WORKERS, SERVERS = 2, 2
 PUSHES_MAX = 20
@@ -266,11 +267,11 @@ def closed(number: int) -> torch.Tensor:
     return (torch.arange(PUSHES_MAX) < number).float().repeat(WORKERS, 1)
 
 
-# Shrinking takes minutes, so the everyday run prints the steps as they were drawn. With KVPS_EXAMPLES
+# Shrinking takes minutes, so without KVPS_EXAMPLES a run prints the steps as they were drawn, the same in each run. With it
 # hypothesis draws others each time, and makes what fails smaller.
 EXAMPLES = os.environ.get("KVPS_EXAMPLES")
 Machine.TestCase.settings = settings(
-    max_examples=int(EXAMPLES or 250),
+    max_examples=int(EXAMPLES or (250 if tiers.plays_all() else 250 // tiers.DAYS)),
     stateful_step_count=40,
     deadline=None,
     derandomize=EXAMPLES is None,

@@ -19,7 +19,9 @@ import zlib
 from collections import Counter
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.support import forkserver, summary
@@ -27,6 +29,8 @@ from tests.support import forkserver, summary
 SECONDS_OF_A_DAY = 86_400
 DAYS = 8
 """The number of days in which the everyday tier plays all seeds, all faults of larger jobs, and all cases in turn."""
+EXAMPLES_MIN = 10
+"""The least number of examples that hypothesis draws for a test in a day."""
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "durations.json"
 
@@ -111,6 +115,12 @@ def part_of_today() -> int:
 def plays_all() -> bool:
     """Whether nothing is left out."""
     return os.environ.get("KVPS_ALL") == "1"
+
+
+def examples(count: int, **more: Any) -> hypothesis.settings:
+    """Return settings of hypothesis that play ``count`` examples, and every day an eighth of so many, drawn anew."""
+    today = count if plays_all() else max(EXAMPLES_MIN, count // DAYS)
+    return hypothesis.settings(max_examples=today, deadline=None, **more)
 
 
 def of_other_days(items: Sequence[pytest.Item]) -> list[pytest.Item]:

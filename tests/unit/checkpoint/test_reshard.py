@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvps.checkpoint.reshard import demand_own, gathered, merged, regroup
@@ -16,6 +16,7 @@ from kvps.dtypes import Spec
 from kvps.errors import StorageError
 from tests.support import snapshots
 from tests.support.placement_reference import first_rule
+from tests.support.tiers import examples
 
 
 def cut_of(servers: int, **more: object) -> list[Snapshot]:
@@ -29,7 +30,7 @@ def cut_of(servers: int, **more: object) -> list[Snapshot]:
     after=st.integers(1, 5),
     bound=st.integers(1, 300),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_resharding_back_restores_every_element(
     counts: dict[str, int], inner: set[int], before: int, after: int, bound: int
 ) -> None:

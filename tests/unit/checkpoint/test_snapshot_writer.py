@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -23,6 +23,7 @@ from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, SnapshotPart,
 from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import StorageError
 from tests.support import snapshots
+from tests.support.tiers import examples
 
 
 def written(path: Path, image: Snapshot) -> atomic_file.Written:
@@ -397,7 +398,7 @@ def test_a_file_that_is_not_there_or_a_folder(tmp_path: Path) -> None:
             snapshot_writer.read(path)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_damage_raises_anything_else(tmp_path: Path, data: st.DataObject) -> None:
     """Whatever the header says, it is an image or a StorageError."""

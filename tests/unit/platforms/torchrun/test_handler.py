@@ -49,9 +49,9 @@ class Scheduler:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have torch look at the state a hundred times in a second."""
+    """Have torch look at the state twenty times in a second."""
     monkeypatch.setattr(holders, "READ_EVERY_S", 0.0)
-    monkeypatch.setattr(dynamic_rendezvous, "_delay", lambda seconds: Event().wait(0.01))
+    monkeypatch.setattr(dynamic_rendezvous, "_delay", lambda seconds: Event().wait(0.05))
 
 
 def test_two_agents_agree_on_ranks_and_meet_in_one_store() -> None:

@@ -4,7 +4,7 @@ import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
@@ -12,6 +12,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 from kvps.platforms.torchrun import holder as states
 from kvps.platforms.torchrun.holder import Meeting, decode, encode, new_state
 from kvps.protocol.envelope import TEXT_MAX
+from tests.support.tiers import examples
 
 T0 = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)
 NODES = st.builds(_NodeDesc, st.text(max_size=9), st.integers(0, 2**31), st.integers(0, 9))
@@ -30,7 +31,7 @@ def made(draw: st.DrawFn) -> _RendezvousState:
     return state
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(made(), st.none() | st.builds(Meeting, st.integers(0, 9), st.text(), st.integers(1, 65535)))
 def test_round_trip(state: _RendezvousState, meeting: Meeting | None) -> None:
     again, met = decode(encode(state, meeting))
