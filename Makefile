@@ -3,11 +3,11 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 
-# The part of the rules (kvps/core, kvps/protocol) that the tests without
-# sockets have to reach, in percent of lines and branches; tests/conftest.py names these tests.
+# The part of the rules (kvps/core, kvps/protocol) that the unit tests and scenarios
+# have to reach, in percent of lines and branches; tests/conftest.py names their folders.
 COVERAGE_GATE := 100
 COVERED       := --cov --cov-fail-under=$(COVERAGE_GATE)
-PURE_TESTS    := tests/unit tests/scenarios tests/properties
+PURE_TESTS    := tests/unit tests/scenarios
 
 # How much `make soak` plays: seeds of the simulation, hypothesis examples, rounds of the large
 # cluster, processes of one run that are killed.
@@ -59,7 +59,7 @@ demo: .venv/.installed  ## train a ConvNet on handwritten digits: 2 workers, 2 s
 	@echo "  docs/quickstart.md     look inside a job, kill its processes, continue from a checkpoint"
 	@echo "  examples/README.md     other scripts to start from"
 
-test: .venv/.installed  ## run the everyday tests; COVER=1 those without sockets under coverage
+test: .venv/.installed  ## run the everyday tests; COVER=1 unit tests and scenarios under coverage
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(if $(COVER),$(COVERED))
 
 test-all: .venv/.installed  ## run all tests and all seeds: before a release
@@ -82,7 +82,7 @@ size:  ## count the code of each package, and compare with its budget; VERBOSE=1
 prose:  ## check the prose for phrases that are banned: see CONTRIBUTING.md
 	$(PYTHON) .ci/prose.py
 
-cover: .venv/.installed  ## check that the tests without sockets cover the rules
+cover: .venv/.installed  ## check that unit tests and scenarios cover the rules
 	$(BIN)/python -m pytest --quiet -n $(CORES) --dist worksteal $(COVERED) $(PURE_TESTS)
 
 check: lint  ## lint, test and cover: run it before a commit

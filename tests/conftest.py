@@ -36,7 +36,7 @@ PROTOCOL = TESTS.parent / "docs" / "protocol.md"
 REQUIREMENT = re.compile(r"^ *(?:[-*] +)?(?:\*\*\[(R\d+)\]\*\*|\[(R\d+)\](?![:(\[]))", re.MULTILINE)
 
 ON_REQUEST = ("slow", "docker")
-COVERING = [TESTS / folder for folder in ("unit", "scenarios", "properties")]
+COVERING = [TESTS / folder for folder in ("unit", "scenarios")]
 """The tests that have to reach every branch of the rules: coverage is off in all others."""
 
 tiers.share_processors()

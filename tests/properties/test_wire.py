@@ -25,9 +25,6 @@ from kvps.protocol.wire import HEAD, decode, encode
 from tests.support import tiers
 from tests.vectors.packets import KEY, PACKETS
 
-pytestmark = pytest.mark.no_cover
-"""The unit tests reach each branch of kvps/protocol; under coverage these examples take twice as long."""
-
 
 def examples(count: int) -> settings:
     """So many examples, however busy the machine is."""
