@@ -303,6 +303,8 @@ class Replicator:
         self._let_go(None)
         self._stores: dict[str, ServerStore] = {}
         """Those that the standby was sent."""
+        self._gathers = False
+        """Some store has no rounds."""
         self._settings: dict[str, p.CopyStore] = {}
         self._over: list[tuple[str, int]] = []
         """The last life of each store that has ended, as the standby was told."""
@@ -366,8 +368,7 @@ class Replicator:
             if self.is_level:
                 self._dismiss()
             return
-        is_free = self.behind_bytes < WINDOW_BYTES
-        if self._is_dirty and is_free:
+        if self._is_dirty and self._is_free:
             self._copy_settings()
             self._copy_layouts()
             while self._ranges and self._has_room():
@@ -381,6 +382,13 @@ class Replicator:
         elif not self.is_level and not self._is_dirty and self._is_calm():
             self._say(p.CopyLevel())
             self.is_level = True
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether changes may leave. Those of stores without rounds gather while others are on their way, so
+        that several pushes to the same values are copied as one."""
+        waits = self.is_level and bool(self._unacknowledged) and self._gathers
+        return not waits and self.behind_bytes < WINDOW_BYTES
 
     def _is_calm(self) -> bool:
         """Whether the copy may become level now."""
@@ -408,6 +416,7 @@ class Replicator:
             self._tables = {
                 number: known for number, known in self._tables.items() if number in self._chunks.by_number
             }
+        self._gathers = not all(store.ordered for store in stores.values())
         for name, store in stores.items():
             if name not in self._stores:
                 self._stores[name] = store

@@ -357,6 +357,31 @@ def test_standby_knows_which_replacements_have_not_entered(*, has_entered: bool 
     assert span.version == int(not has_entered)
 
 
+@pytest.mark.spec("R496", "R633")
+def test_pushes_without_rounds_gather_while_a_copy_is_on_its_way() -> None:
+    pair = Pair()
+    item = pair.primary
+    item.open("async")
+    item.init("w", [1.0, 2.0, 3.0])
+    item.optimizer("sgd", lr=1.0)
+    (piece,) = item.pieces["w"]
+    pair.level()
+
+    def copies() -> list[dict[str, int]]:
+        return [sent.message.pushed for sent in item.sent if isinstance(sent.message, p.CopyValues)]
+
+    said = pair.do(0, of(0, push(piece, 0, pull=False)), torch.ones(3))
+    for rank, number in ((1, 0), (0, 1), (0, 2)):
+        said += pair.do(rank, of(rank, push(piece, number, pull=False)), torch.ones(3))
+    assert copies() == [{"0": 1}]
+    pair.forth()
+    pair.back()
+    assert copies() == [{"0": 3, "1": 1}]
+    assert len(heard(said + pair.said, p.Ack)) == 1, "the standby lacks the others"
+    pair.pump()
+    assert sum([len(ack.receipts) for ack in heard(said + pair.said, p.Ack)]) == 4
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_standby_tells_of_an_update_that_was_dropped(mode: str) -> None:
     pair = Pair()
