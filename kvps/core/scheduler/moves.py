@@ -114,7 +114,8 @@ class Moves:
             raise ConfigError(
                 f"no other process can take the seat of {seat.node}: the values that it holds end with it"
             )
-        self._order(f"drain {seat.node}", within_s, now, waiter, [process])
+        leaving = frozenset([process])
+        self._add(Order(f"drain {seat.node}", within_s, now + within_s, leaving, waiters={waiter: None}))
         return True
 
     def scale(self, servers: int, waiter: Waiter, within_s: float, now: float) -> bool:
@@ -138,23 +139,14 @@ class Moves:
         holders, leaving = self.holders(), self.leaving
         stay = [process for process in holders if process not in leaving]
         order_of = sorted(stay, key=lambda host: (len(holders[host]), -holders[host][0].node.rank))
-        self._order(what, within_s, now, waiter, order_of[: max(0, len(stay) - servers)], servers)
+        too_many = frozenset(order_of[: max(0, len(stay) - servers)])
+        self._add(Order(what, within_s, now + within_s, too_many, servers=servers, waiters={waiter: None}))
         return True
 
-    def _order(
-        self,
-        what: str,
-        within_s: float,
-        now: float,
-        waiter: Waiter,
-        leaving: Collection[Process],
-        servers: int = 0,
-    ) -> None:
+    def _add(self, order: Order) -> None:
         holders = self.holders()
-        ranks = {seat.node.rank for process in leaving for seat in holders.get(process, ())}
-        self.orders.append(
-            Order(what, within_s, now + within_s, frozenset(leaving), ranks, servers, {waiter: None})
-        )
+        order.ranks = {seat.node.rank for process in order.leaving for seat in holders.get(process, ())}
+        self.orders.append(order)
 
     # --- what is to move --------------------------------------------------------------------
 

@@ -335,7 +335,7 @@ class Server(Core):
         late = self.counts.latest_news(TELL_MAX)
         if self.member.welcome is not None and (rounds or self._has_told or late):
             self._has_told = bool(rounds)
-            self._reply(SCHEDULER, p.Measured(0, (), (), (), (), rounds[:TELL_MAX], late))
+            self.member.send(SCHEDULER, p.Measured(0, (), (), (), (), rounds[:TELL_MAX], late))
 
     # --- the scheduler --------------------------------------------------------------------------
 
@@ -367,7 +367,7 @@ class Server(Core):
             self.context.watch_links()
             parts = self.context, self.control, self.checkpointer.epoch, self.oldest_round_s
             answer, self.oldest_round_s = measure(order.number, *parts, now)
-            self._reply(SCHEDULER, answer)
+            self.member.send(SCHEDULER, answer)
         else:
             self.checkpointer.on_order(order, self.control)
 
@@ -712,12 +712,9 @@ class Server(Core):
             return
         if envelope.role is Role.WORKER:
             self.context.greet(route, envelope)
-        self._reply(
+        self.member.send(
             route, p.Welcome(rank, incarnation, welcome.workers, welcome.servers, promoted=self._was_promoted)
         )
-
-    def _reply(self, route: Route, message: Message) -> None:
-        self.member.send(route, message)
 
     def _refuse(self, route: Route, envelope: Envelope, error: KvpsError) -> None:
         """Answer a packet by an error; the sender of another job, or of none, is not told this one's name."""

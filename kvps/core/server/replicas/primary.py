@@ -364,11 +364,7 @@ class Replicator:
 
     def _pump(self) -> None:
         """Send what has changed, as far as there is room; nothing once a copy cannot become level."""
-        if self.reason:  # until another copy begins
-            if self.is_level:
-                self._dismiss()
-            return
-        if self._is_dirty and self._is_free:
+        if not self.reason and self._is_dirty and self._is_free:
             self._copy_settings()
             self._copy_layouts()
             while self._ranges and self._has_room():
@@ -376,7 +372,7 @@ class Replicator:
             self._copy_keys()
             if self._is_published and not self._ranges:
                 self._copy_published()
-        if self.reason:
+        if self.reason:  # until another copy begins
             if self.is_level:
                 self._dismiss()
         elif not self.is_level and not self._is_dirty and self._is_calm():
