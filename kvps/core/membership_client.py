@@ -18,7 +18,7 @@ from kvps.core.liveness import SILENCE_MAX_S
 from kvps.errors import ConfigError, Fenced, KvpsError, ProtocolError, SchedulerLost, Unauthorized, from_code
 from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role, maker
 
-SCHEDULER: Route = "scheduler"
+SCHEDULER = "scheduler"
 _envelope = maker(Envelope)
 BEAT_EVERY_S = 1.0
 COPY_BEAT_EVERY_S = 0.25

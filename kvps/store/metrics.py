@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, cast
 
 from kvps.protocol.stores import StatusIs
 from kvps.runtime.ticket import Handle
@@ -133,26 +133,15 @@ def percentile(ordered: Sequence[float], part: float) -> float:
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else 0.0
 
 
-class Timed(Protocol):
-    """An object that knows how long its calls have waited."""
-
-    @property
-    def waits(self) -> Mapping[str, WaitTimes]:
-        """The waiting times by kind."""
-
-
-S = TypeVar("S", bound=Timed)
-
-
-def timed(kind: str) -> Callable[[Callable[Concatenate[S, P], Any]], Callable[Concatenate[S, P], Any]]:
-    """Count the time of each call of a method; use it as a decorator.
+def timed(kind: str) -> Callable[[Callable[Concatenate[Any, P], Any]], Callable[Concatenate[Any, P], Any]]:
+    """Count the time of each call of a method in the ``waits`` of its object; use it as a decorator.
 
     Of a call that returns a handle, only the wait for that handle counts.
     """
 
-    def decorate(method: Callable[Concatenate[S, P], Any]) -> Callable[Concatenate[S, P], Any]:
+    def decorate(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[Any, P], Any]:
         @functools.wraps(method)
-        def call(self: S, *args: P.args, **kwargs: P.kwargs) -> Any:
+        def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
             began = time.perf_counter()
             result = method(self, *args, **kwargs)
             waits = self.waits[kind]
@@ -162,6 +151,6 @@ def timed(kind: str) -> Callable[[Callable[Concatenate[S, P], Any]], Callable[Co
                 waits.add(time.perf_counter() - began)
             return result
 
-        return cast("Callable[Concatenate[S, P], Any]", call)
+        return cast("Callable[Concatenate[Any, P], Any]", call)
 
     return decorate

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import chain
 
 import torch
 
@@ -143,9 +143,8 @@ class CallTable:
         self.kept: KeptPushes | None = None
         """The pushes that servers may lose; None in a job whose servers have no standbys."""
         self._draining: list[PendingCall] = []
-        self.asked: dict[int, Request] = {}
-        """Number -> request to the scheduler."""
-        self._numbers = count(1)
+        self.scheduler = Connection(SCHEDULER)
+        """The connection to the scheduler, which is sent what it has not answered again, and no PROBE."""
 
     def begin(
         self, ticket: int, call: Call, deadline: float, now: float, on_end: OnEnd | None = None
@@ -215,9 +214,8 @@ class CallTable:
             request.owner, request.traffic = pending, store.traffic
             is_push = is_push and request.payload_bytes > 0
             if request.server is None:
-                request.seq = next(self._numbers)
-                self.asked[request.seq] = request
-                self._ask_scheduler(request, now)
+                self.scheduler.queue(request)
+                self._send(self.scheduler, self.scheduler.send(now))
                 continue
             if isinstance(request.message, PUSHES):
                 unacked[request] = None
@@ -233,17 +231,17 @@ class CallTable:
             self._outbox.append(Copied(pending.ticket))
         self.flow(now)
 
-    def _ask_scheduler(self, request: Request, now: float) -> None:
-        """Send a request to the scheduler, perhaps not for the first time."""
+    def _ask_again(self, request: Request, now: float) -> None:
+        """Send a request to the scheduler once more."""
         request.sent_at = now
-        self._member.send(SCHEDULER, request.message, request.seq)
+        self._send(self.scheduler, request)
 
     def ask_after(self, requests: Iterable[Request], now: float) -> None:
         """Probe the peers of late requests; they may not have reported all that they know."""
         waited_for = list(requests)
         for request in waited_for:
             if request.server is None:
-                self._ask_scheduler(request, now)
+                self._ask_again(request, now)
         for link in self.connections():
             if any(request.link is link and request.seq for request in waited_for):
                 self.probe(link)
@@ -258,8 +256,8 @@ class CallTable:
         waits for workers, and no call goes on by itself."""
         if self.unacked() or any(link.line for link in self.connections()):
             return False
-        sent = [*self.asked.values(), *self.neighbours.led()]
-        for link in self.connections():
+        sent = list(self.neighbours.led())
+        for link in chain(self.connections(), (self.scheduler,)):
             sent += link.outstanding.values()
         known = set(sent)
         return all(request.confirmed_at >= since for request in sent) and all(
@@ -293,7 +291,7 @@ class CallTable:
         self._hello_at = now + HELLO_AGAIN_S
 
     def on_answer(self, link: Connection, packet: Packet, now: float) -> None:
-        """A server, or a neighbour that was asked, has answered."""
+        """A server, the scheduler, or a neighbour that was asked, has answered."""
         message = packet.message
         match message:
             case p.Welcome():
@@ -353,27 +351,12 @@ class CallTable:
                 if isinstance(request.owner, MergedRequest):
                     is_for_workers = stand.seq in for_workers
                     self.neighbours.waits(request.owner, stand.reason, is_for_workers, now)
-        _confirm(link.outstanding, message, now)
+        for seq in for_workers & link.outstanding.keys():
+            link.outstanding[seq].confirmed_at = now
         for seq in message.missing:
             request = link.miss(seq)
             if request is not None:
                 self._send(link, request)
-
-    def on_scheduler(self, packet: Packet, now: float) -> None:
-        """The scheduler has answered, or says what it waits for."""
-        message = packet.message
-        assert isinstance(message, p.Released | p.Resumed | p.Checkpointed | p.Error | p.Probed)
-        if isinstance(message, p.Probed):
-            for stand in message.pending:
-                if stand.seq in self.asked:
-                    self.asked[stand.seq].waits_for = stand.reason
-            _confirm(self.asked, message, now)
-            return
-        request = self.asked.pop(message.seq, None)
-        if request is not None and isinstance(message, p.Error):
-            self.refused(request, from_code(message.code, message.text), now)
-        elif request is not None:
-            self.answered(request, packet, now)
 
     def answered(self, request: Request, packet: Packet, now: float) -> None:
         """All is well with ``request``; its operation goes on if it was the last."""
@@ -452,9 +435,9 @@ class CallTable:
                 self.probe(link)
         self.neighbours.on_timer(now)
         self.flow(now)
-        for request in list(self.asked.values()):
+        for request in self.scheduler.outstanding.values():
             if now >= request.sent_at + ASK_AGAIN_S:
-                self._ask_scheduler(request, now)
+                self._ask_again(request, now)
 
     def deadlines(self) -> Iterator[float]:
         """Yield when :meth:`on_timer` or :meth:`end_late_calls` has something to do."""
@@ -463,7 +446,7 @@ class CallTable:
             merged_at = self.neighbours.deadline()
             if merged_at is not None:
                 yield merged_at
-        for request in self.asked.values():
+        for request in self.scheduler.outstanding.values():
             yield request.sent_at + ASK_AGAIN_S
         for pending in self.pending.values():
             yield self._lags_until(pending)
@@ -553,11 +536,7 @@ class CallTable:
         if pending in self._draining:
             self._draining.remove(pending)
         for request in pending.requests:
-            if request not in pending.waiting:
-                continue
-            if request.server is None:
-                self.asked.pop(request.seq, None)
-            elif not request.payload_bytes:
+            if request in pending.waiting and not request.payload_bytes:
                 request.drop()
 
     def _time_out(self, pending: PendingCall, now: float) -> None:
@@ -591,9 +570,10 @@ class CallTable:
         for pending in abandoned:
             pending.operation.close()
         self.neighbours.begin_epoch()
+        self.scheduler.abandon()
         if self.kept is not None:
             self.kept.clear()
-        for table in (self.pending, self.asked, self._unacked, self._draining, self._late):
+        for table in (self.pending, self._unacked, self._draining, self._late):
             table.clear()
         return abandoned
 
@@ -603,10 +583,3 @@ class CallTable:
         for pending in self._draining:
             assert pending.waiting, f"{pending.call.title} drains, and waits for nothing"
             assert not pending.requests, f"{pending.call.title} drains, and has gone on"
-
-
-def _confirm(requests: Mapping[int, Request], message: p.Probed, now: float) -> None:
-    """Note which of some requests, by number, wait for calls of workers."""
-    for seq in message.for_workers:
-        if seq in requests:
-            requests[seq].confirmed_at = now

@@ -371,9 +371,9 @@ class Worker(Core):
         message = packet.message
         self.member.heard_at = now
         is_fenced = isinstance(message, p.Error) and message.code == Fenced.code  # and not just a call
-        is_asked = isinstance(message, p.Error) and message.seq in self.table.asked
+        is_asked = isinstance(message, p.Error) and message.seq in self.table.scheduler.outstanding
         if isinstance(message, ANSWERS) or (is_asked and not is_fenced):
-            self.table.on_scheduler(packet, now)
+            self.table.on_answer(self.table.scheduler, packet, now)
             return
         if isinstance(message, p.Closed):
             self._closed.hear(ClosedStores.SCHEDULER, message.stores)
@@ -441,21 +441,7 @@ class Worker(Core):
             self._complete = True
             if self.member.seat.replicas:
                 self.table.kept = KeptPushes(self.stores)
-            self._resyncing.epoch, self._since = view.epoch, view.since
-            self.table.greet_again(now)
-            for member in view.members:
-                if member.role == Role.SERVER:
-                    link = Connection(
-                        route_of(member.rank),
-                        member.endpoint,
-                        member.incarnation,
-                        self._memory,
-                        self.table.uplink,
-                    )
-                    link.lineage = view.lines.get(str(member.rank), 0)
-                    self._servers[link.route] = link
-                    self.outbox.append(self._connect(link, member))
-                    self.member.greet(link.route)
+            self._greet_servers(view, now)
         if self._complete:
             if view.epoch != self._resyncing.epoch:
                 self._begin_epoch(view, now)
@@ -476,6 +462,23 @@ class Worker(Core):
         self._end_calls_of_lost_members(now)
         self.table.take_what_lags(now)
         self.table.flow(now)
+
+    def _greet_servers(self, view: p.View, now: float) -> None:
+        """Speak to all servers from now on, of the epoch of this view: earlier requests are void."""
+        self._resyncing.epoch, self._since = view.epoch, view.since
+        self.table.greet_again(now)
+        for member in [member for member in view.members if member.role == Role.SERVER]:
+            route = route_of(member.rank)
+            is_new = route not in self._servers
+            if is_new:
+                self._servers[route] = Connection(route, memory=self._memory, uplink=self.table.uplink)
+            link = self._servers[route]
+            link.abandon()
+            link.ready, link.refusal, link.is_returning = False, "", False
+            if is_new or (link.incarnation != member.incarnation and member.state == "held"):
+                link.follow(member, view.lines.get(str(member.rank), 0))
+                self.outbox.append(self._connect(link, member))
+            self.member.greet(route)
 
     def _follow(self, view: p.View, now: float, *, follows_all: bool) -> None:
         """Speak to the servers that have taken another's place, or only to those that hold what that held."""
@@ -590,17 +593,7 @@ class Worker(Core):
 
     def _begin_epoch(self, view: p.View, now: float) -> None:
         """The servers return to a cut: earlier requests are void. Ask which versions they have now."""
-        self._resyncing.epoch, self._since = view.epoch, view.since
-        self.table.greet_again(now)
-        for member in view.members:
-            if member.role == Role.SERVER:
-                link = self.table.links[member.rank]
-                link.abandon()
-                link.ready, link.refusal, link.is_returning = False, "", False
-                if link.incarnation != member.incarnation and member.state == "held":
-                    link.follow(member, view.lines.get(str(member.rank), 0))
-                    self.outbox.append(self._connect(link, member))
-                self.member.greet(link.route)
+        self._greet_servers(view, now)
         self._closed.begin_epoch(len(self.table.links), now)
         self._returns = ServerReturns(self.stores)
         abandoned = self.table.abandon()

@@ -29,11 +29,10 @@ from kvps.core.worker.calls.base import (
     number_push,
     numbered,
 )
-from kvps.core.worker.calls.beginning import push_no_rows
 from kvps.core.worker.calls.refresh import read_whole
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import settle_reads
-from kvps.core.worker.plan import Key, Priority, make, of_key
+from kvps.core.worker.plan import Key, PieceLocation, Priority, make, of_key
 from kvps.core.worker.row_reads import Range, RowRead, ServerPart, ranges
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
@@ -85,6 +84,13 @@ class PushKeyRows(PushCall):
             raise
         store.was_pushed_to = True
         return None
+
+
+def push_no_rows(store: WorkerStore, key: Key, piece: PieceLocation, number: int) -> Request:
+    """Return a push of no rows to the part of a key that lies on the server of a piece."""
+    dtype = BY_NAME[key.spec.dtype]
+    message = p.PushRows(store.name, key.name, dtype.id, (store.rank,), number, key.spec.width, 0)
+    return Request(piece.server, message, lane=piece.chunk)
 
 
 def _pushes(

@@ -6,7 +6,8 @@ import torch
 from kvps.core.effects import Finish
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
-from kvps.core.worker.calls.beginning import LIGHT, push_no_rows, push_nothing
+from kvps.core.worker.calls.base import LIGHT, push_nothing
+from kvps.core.worker.calls.rows import push_no_rows
 from kvps.core.worker.plan import Key, PieceLocation
 from kvps.dtypes import Spec
 from kvps.errors import ProtocolError

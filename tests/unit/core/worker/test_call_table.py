@@ -175,7 +175,7 @@ class TestCallsOfAllRanks:
         for seq in worker.seqs(Barrier):
             worker.scheduler(Released(seq))
         assert len(worker.core.table._late) == LATE_MAX
-        assert not worker.core.table.asked
+        assert not worker.core.table.scheduler.outstanding
         assert not worker.core.table.pending
 
 
