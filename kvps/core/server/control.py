@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvps import protocol as p
 from kvps.core.limits import remedy
@@ -237,8 +238,8 @@ class Control:
 
         def why(describe: Describe) -> str:
             key, left = message.entries[len(known)].key, len(message.entries) - len(known) - 1
-            reason = _of(message.creator, "has not loaded a value")(describe)
-            return f"key {key[:64]!r}{and_more(left)}: {reason}"
+            who = ranks_in_words([message.creator], describe)
+            return f"key {key[:64]!r}{and_more(left)}: {who} has not loaded a value"
 
         self._context.attempt(session, seq, PendingRequest(retry, why, len(message.entries), store.name))
 
@@ -246,35 +247,17 @@ class Control:
         """Set the optimizer, or wait until rank 0 has."""
         store = self._context.store(message.store)
         numbers = {**message.numbers, "lr_mult": message.lr_mult, "wd_mult": message.wd_mult}
-
-        def install(hyper: HyperParams | None) -> None:
-            assert hyper is not None, "it was read from the message"
-            self._rules.optimize(store, hyper)
-
-        self._set(
-            session,
-            seq,
-            message,
-            store.sent_optimizer,
-            "optimizer",
-            lambda: HyperParams.from_wire(message.name, numbers),
-            install,
-        )
+        read = partial(HyperParams.from_wire, message.name, numbers)
+        install = partial(self._rules.optimize, store)
+        self._set(session, seq, message, store.sent_optimizer, "optimizer", read, install)
 
     def rate(self, session: Session, seq: int, message: p.Rate) -> None:
         """Set the learning rate, or wait until rank 0 has."""
         store = self._context.store(message.store)
         if store.hyper is None:
             raise ConfigError(f"store {store.name!r} has no optimizer; call set_optimizer() first")
-        self._set(
-            session,
-            seq,
-            message,
-            store.sent_rate,
-            "learning rate",
-            lambda: message.lr,
-            lambda lr: self._rules.set_rate(store, lr),
-        )
+        install = partial(self._rules.set_rate, store)
+        self._set(session, seq, message, store.sent_rate, "learning rate", lambda: message.lr, install)
 
     def _set(
         self,
@@ -284,7 +267,7 @@ class Control:
         setting: Setting[T],
         title: str,
         read: Callable[[], T],
-        install: Callable[[T], None],
+        install: Callable[[Any], None],
     ) -> None:
         """Let rank 0 set something, and the others agree; what rank 0 is refused, all are refused.
 
@@ -426,7 +409,7 @@ class Control:
                 store.agree(message)
                 life = store.opened.life
                 return p.Done(seq) if life == message.life else p.Opened(seq, life)
-            self._drop_ended()
+            self.drop_ended()
             self.make_store(message)
             return p.Done(seq)
 
@@ -449,10 +432,10 @@ class Control:
         self._context.send(session, p.Closed(message.stores))
         self._context.retry()  # another rank may create one of them again now
 
-    def drop_old(self, now: float) -> None:
-        """Drop the stores that ended a while ago."""
+    def drop_ended(self, now: float | None = None) -> None:
+        """Drop the stores that ended a while before ``now``; all that have ended where another is made."""
         for store in [candidate for candidate in self._context.stores.values() if self._has_ended(candidate)]:
-            if self.ended.is_due(store.name, now):
+            if now is None or self.ended.is_due(store.name, now):
                 self.drop(store)
 
     def _users(self, store: ServerStore) -> frozenset[int]:
@@ -463,11 +446,6 @@ class Control:
 
     def _has_ended(self, store: ServerStore) -> bool:
         return not self._users(store)
-
-    def _drop_ended(self) -> None:
-        """Drop all stores that have ended: another is made."""
-        for store in [candidate for candidate in self._context.stores.values() if self._has_ended(candidate)]:
-            self.drop(store)
 
     def drop(self, store: ServerStore) -> None:
         """Drop a store that has ended, with its values."""
@@ -630,8 +608,3 @@ class Control:
 def _value_in_words(value: object, other: object) -> str:
     """Return a setting in words; of an optimizer, what is not as in ``other``."""
     return value.beside(other) if isinstance(value, HyperParams) else str(value)
-
-
-def _of(rank: int, what: str) -> Callable[[Describe], str]:
-    """Return a function that says in words that a rank has not done something."""
-    return lambda describe: f"{ranks_in_words([rank], describe)} {what}"

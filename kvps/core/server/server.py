@@ -329,7 +329,7 @@ class Server(Core):
         self.oldest_round_s = max([stall.age_s for stall in oldest], default=0.0)
         self._outbox.extend(self._stalls.look(oldest))
         if self._follower is None:  # a copy is dropped when the primary drops its store
-            self.control.drop_old(now)
+            self.control.drop_ended(now)
         rank = self.member.rank
         rounds = tuple([old_round(rank, stall) for stall in oldest if stall.age_s >= TELL_AFTER_S])
         late = self.counts.latest_news(TELL_MAX)

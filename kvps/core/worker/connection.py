@@ -89,7 +89,6 @@ class Request:
     seq: int = 0
     """Its number on its connection, from 1 on; 0 until it is sent."""
     sent_at: float = 0.0
-    received: bool = False
     dropped: bool = False
     """Nobody wants the answer any more."""
     waits_for: str = ""
@@ -309,10 +308,8 @@ class Connection:
     def receive(self, seq: int) -> Request | None:
         """Note that the server has request ``seq`` and will answer it later; return the request."""
         request = self.outstanding.get(seq)
-        if request is not None and not request.received:
-            request.received = True
-            if seq in self.away:
-                self._arrives(request)
+        if request is not None and seq in self.away:
+            self._arrives(request)
         return request
 
     def miss(self, seq: int) -> Request | None:
@@ -339,7 +336,6 @@ class Connection:
         """Note that the server answered request ``seq``, by ``packet``; return it, None if that was known."""
         request = self.outstanding.pop(seq, None)
         if request is not None:
-            request.received = True
             if seq in self.away:
                 self._arrives(request)
             if request.traffic is not None and packet is not None:
@@ -355,7 +351,7 @@ class Connection:
         loose = [request for _, _, request in sorted(self.line) if not (request.lane or request.seq)]
         left = [*self.outstanding.values(), *queued, *[request for request in loose if not request.dropped]]
         for request in left:
-            request.seq, request.received, request.link = 0, False, None
+            request.seq, request.link = 0, None
         self.outstanding.clear()
         self._lanes.clear()
         self.line.clear()

@@ -144,6 +144,8 @@ class ReadTracker:
     """The caller stopped waiting, and will not hear of dropped updates."""
     skips: bool = False
     """Rounds may have closed without this rank: its next push goes to the first that has not."""
+    feedback: ErrorFeedback | None = None
+    """Decodes answers that are encoded changes."""
     _torn: list[int] = field(default_factory=list)
     """Indices of the keys that were read at several versions, and may still be."""
 
@@ -151,27 +153,22 @@ class ReadTracker:
         """Return the requests for ``shares`` of the plan; each key has the version ``least`` at least."""
         requests = []
         for share in shares:
-            asks = share.asks(self.after, least)
-            message = Pull(share.chunk, self.sink is not None, asks, store.broadcasts)
-            feedback = store.feedback if share.is_by_deltas and self.sink is not None else None
-            if feedback is not None:
-                message = feedback.pull(self.plan.keys, share, message, self.after, least)
+            has_values, asks = self.sink is not None, share.asks(self.after, least)
+            held = store.feedback.held(share, self.plan.keys) if share.is_by_deltas and has_values else ()
+            message = Pull(share.chunk, has_values, asks, store.broadcasts, held=held)
             requests.append(
                 Request(
                     share.server,
                     message,
                     priority=share.highest(self.priority),
                     lane=share.chunk,
-                    on_reply=partial(self.take, share, feedback),
+                    on_reply=partial(self.take, share),
                 )
             )
         return requests
 
-    def take(self, share: ChunkSlice, feedback: ErrorFeedback | None, packet: Packet, wanted: bool) -> None:
-        """Note at which versions the values of ``share`` are; write them to the sink if they are ``wanted``.
-
-        ``feedback`` decodes the answer, if it may come as deltas.
-        """
+    def take(self, share: ChunkSlice, packet: Packet, wanted: bool) -> None:
+        """Note at which versions the values of ``share`` are; write them to the sink if ``wanted``."""
         answer, sink = packet.message, self.sink
         assert isinstance(answer, Pulled)
         self.answers.append((share, answer.runs))
@@ -180,7 +177,7 @@ class ReadTracker:
             self.note(share, answer.dropped)
         if sink is None or not wanted:
             return
-        if feedback is None:
+        if self.feedback is None or not share.is_by_deltas:
             frame = packet.payload[0]
             is_exact = frame.nbytes == share.payload_bytes  # memory is written by its address
             if share.octets is not None and is_exact and not isinstance(sink, HeldValues):
@@ -188,7 +185,7 @@ class ReadTracker:
                 return
             values = from_frame(frame, share.dtype)
         else:
-            values = feedback.values_of(packet, share, self.plan.keys)
+            values = self.feedback.values_of(packet, share, self.plan.keys)
         if values.numel() != share.size:  # memory is read by its address from here on
             raise ProtocolError(
                 f"server {share.server} answered {len(values)} elements of chunk "
@@ -270,6 +267,15 @@ class ReadTracker:
         return self.ask(store, make(keys).shares, least)
 
 
+def tracked(
+    store: WorkerStore, plan: TransferPlan, sink: Sink, after: Numbers = ANY, priority: Priority = 0
+) -> ReadTracker:
+    """Return the read of the keys of ``plan`` into ``sink``; its values are kept, if the store keeps some."""
+    kind = store.tracker or ReadTracker
+    found: ReadTracker = kind(plan, sink, after, priority, skips=store.skips_rounds, feedback=store.feedback)
+    return found
+
+
 def read(
     store: WorkerStore,
     plan: TransferPlan,
@@ -284,9 +290,7 @@ def read(
     Raises:
         NonFinite: if it ``tells``, as :func:`settle_reads`.
     """
-    tracker: ReadTracker = (store.tracker or ReadTracker)(
-        plan, sink, after, priority, skips=store.skips_rounds
-    )
+    tracker = tracked(store, plan, sink, after, priority)
     yield tracker.ask(store, plan.shares, least)
     yield from settle_reads(store, [tracker], tells)
     return tracker
@@ -324,7 +328,7 @@ def loaded(
 
     Each part is answered as soon as it is loaded. ``stamps`` are those of each server's answer to DECLARE.
     """
-    requests: list[Request] = (store.tracker or ReadTracker)(plan, sink).ask(store, plan.shares, ANY)
+    requests = tracked(store, plan, sink).ask(store, plan.shares, ANY)
     for request in requests:
         assert isinstance(request.message, Pull)
         assert request.server is not None
@@ -341,7 +345,7 @@ def read_versions(
     """
     tracker: ReadTracker = ReadTracker(plan, None, after)
     if keeps and store.tracker is not None:
-        tracker = store.tracker(plan, HeldValues(), after)
+        tracker = tracked(store, plan, HeldValues(), after)
     yield tracker.ask(store, plan.shares, least)
     tracker.settle(store.ordered)
     return tracker

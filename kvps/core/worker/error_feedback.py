@@ -23,11 +23,11 @@ from kvps.compression import spec
 from kvps.compression.codecs import decode, encode
 from kvps.compression.policy import OFF, CompressionPolicy
 from kvps.core.worker.connection import Request
-from kvps.core.worker.plan import ChunkSlice, Key, KeySlice, Numbers, of_key
+from kvps.core.worker.plan import ChunkSlice, Key, KeySlice
 from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Packet
-from kvps.protocol.values import Ask, Pull, Pulled, Push
+from kvps.protocol.values import Pulled, Push
 from kvps.tensors import Memory, from_frame
 
 
@@ -79,7 +79,6 @@ class ErrorFeedback:
         message: Push,
         rows: Sequence[torch.Tensor],
         memory: Memory,
-        numbers: Numbers,
     ) -> Request:
         """Return the request by which a share is pushed that is encoded.
 
@@ -89,17 +88,13 @@ class ErrorFeedback:
             message: the push as it would be without compression.
             rows: the gradients, one for each key.
             memory: where the payload is made.
-            numbers: the number of the push, for each key.
         """
         setting = share.setting
         assert setting is not None
-        runs = share.runs_by_key(numbers)
         # The same elements on every worker, others in every round, where a codec draws them.
-        code = spec.seeded(setting.code, runs[0].number)
-        held: tuple[int, ...] = ()
-        if message.pull and setting.back is not None:
-            held = self._held(share, keys)
-        message = replace(message, runs=runs, code=code, back=setting.back, held=held)
+        code = spec.seeded(setting.code, message.runs[0].number)
+        held = self.held(share, keys) if message.pull and share.is_by_deltas else ()
+        message = replace(message, code=code, back=setting.back, held=held)
         request = Request(share.server, message, payload_bytes=message.payload_sizes()[0], lane=share.chunk)
 
         unencoded = self._unencoded.setdefault(share.chunk, deque())
@@ -146,16 +141,8 @@ class ErrorFeedback:
 
     # --- pulls ----------------------------------------------------------------------------------
 
-    def pull(
-        self, keys: Sequence[Key], share: ChunkSlice, message: Pull, after: Numbers, least: Numbers
-    ) -> Pull:
-        """Return ``message`` as a request for deltas, with the conditions of each key."""
-        asks = [
-            Ask(start, size, of_key(after, key), of_key(least, key)) for start, size, key, _ in share.segments
-        ]
-        return replace(message, runs=tuple(asks), held=self._held(share, keys))
-
-    def _held(self, share: ChunkSlice, keys: Sequence[Key]) -> tuple[int, ...]:
+    def held(self, share: ChunkSlice, keys: Sequence[Key]) -> tuple[int, ...]:
+        """Return the version of the values that are cached here of each segment of a share; -1 for none."""
         places = [(keys[segment.key].name, (share.chunk, segment.start)) for segment in share.segments]
         cached = [self._cached.get(name, {}).get(piece) for name, piece in places]
         return tuple([-1 if found is None else found.version for found in cached])

@@ -195,6 +195,8 @@ class ChunkSlice:
     _sizes: list[int] = field(default_factory=list)
     _begins: list[int] = field(default_factory=list)
     """Bytes of the share before each segment."""
+    is_by_deltas: bool = False
+    """Servers answer with encoded changes."""
     _is_flat: bool = True
     """Every segment is one-dimensional, so that no tensor has to be viewed in another shape."""
     octets: type[ctypes.Array[ctypes.c_ubyte]] | None = None
@@ -208,6 +210,7 @@ class ChunkSlice:
     def seal(self, keys: Sequence[Key]) -> None:
         """Prepare for use, once all segments are there."""
         self.segments.sort()
+        self.is_by_deltas = self.setting is not None and self.setting.back is not None
         for start, size, index, offset in self.segments:
             if self.blocks and sum(self.blocks[-1]) == start:
                 self.blocks[-1] = (self.blocks[-1][0], self.blocks[-1][1] + size)
@@ -238,13 +241,10 @@ class ChunkSlice:
                 indices, begins = np.array([(index, offset) for _, _, index, offset in self.segments]).T
                 self._at = indices[whose], begins[whose] * BY_NAME[self.dtype].itemsize + inside
 
-    @property
-    def is_by_deltas(self) -> bool:
-        """Whether servers answer with encoded changes."""
-        return self.setting is not None and self.setting.back is not None
-
     def runs(self, numbers: Numbers) -> tuple[Run, ...]:
-        """Return the runs of a push with these numbers."""
+        """Return the runs of a push with these numbers; each of one key, where values are encoded."""
+        if self.setting is not None:
+            return self.runs_by_key(numbers)
         if len(numbers) == 1:
             (number,) = numbers
             return tuple(map(_run, map(tuple.__add__, self.blocks, repeat((number,)))))
@@ -259,14 +259,14 @@ class ChunkSlice:
         return tuple([of_key(numbers, segment.key) for segment in self.segments])
 
     def asks(self, after: Numbers, least: Numbers) -> tuple[Ask, ...]:
-        """Return the runs of a pull, with each key's conditions."""
-        if len(after) == len(least) == 1:
+        """Return the runs of a pull, with each key's conditions; each of one key, if read by deltas."""
+        if len(after) == len(least) == 1 and not self.is_by_deltas:
             return tuple([Ask(start, size, after[0], least[0]) for start, size in self.blocks])
         asks: list[Ask] = []
         stop, last = -1, (-1, -1)
         for segment in self.segments:
             conditions = (of_key(after, segment.key), of_key(least, segment.key))
-            if segment.start == stop and conditions == last:
+            if segment.start == stop and conditions == last and not self.is_by_deltas:
                 asks[-1] = asks[-1]._replace(size=asks[-1].size + segment.size)
             else:
                 asks.append(Ask(segment.start, segment.size, *conditions))

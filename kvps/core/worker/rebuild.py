@@ -24,7 +24,6 @@ from kvps.core.worker.calls.dense import PushValues
 from kvps.core.worker.calls.keys import Init
 from kvps.core.worker.connection import FIRST, Connection, Request
 from kvps.core.worker.consistent_read import ReadTracker
-from kvps.core.worker.error_feedback import ErrorFeedback
 from kvps.core.worker.failure_policy import LostServer, named, server_lost
 from kvps.core.worker.kept_values import Held, KeptValues
 from kvps.core.worker.plan import ChunkSlice
@@ -44,9 +43,9 @@ class KeptReads(ReadTracker):
 
     store: WorkerStore | None = None
 
-    def take(self, share: ChunkSlice, feedback: ErrorFeedback | None, packet: Packet, wanted: bool) -> None:
+    def take(self, share: ChunkSlice, packet: Packet, wanted: bool) -> None:
         """Take in an answer, and keep its values."""
-        ReadTracker.take(self, share, feedback, packet, wanted)
+        ReadTracker.take(self, share, packet, wanted)
         answer, store = packet.message, self.store
         assert store is not None
         assert store.kept is not None

@@ -29,11 +29,11 @@ from kvps.core.worker.calls.base import (
 from kvps.core.worker.connection import Request, route_of
 from kvps.core.worker.consistent_read import (
     HeldValues,
-    ReadTracker,
     Sink,
     read,
     read_versions,
     settle_reads,
+    tracked,
 )
 from kvps.core.worker.plan import (
     ANY,
@@ -143,13 +143,21 @@ class PushValues(PushCall):
                 unshare(values, self.sinks, plan.sizes)
         joint = alike(numbers) if len(numbers) > 1 else numbers
         sink = HeldValues() if isinstance(self.sinks, Views) else self.sinks
-        reads: list[ReadTracker] = []
+        tracker = None
         if sink is not None:
-            after = list(map((1).__add__, joint))
-            kind = store.tracker or ReadTracker
-            reads.append(kind(plan, sink, after, self.priority, skips=store.skips_rounds))
+            tracker = tracked(store, plan, sink, list(map((1).__add__, joint)), self.priority)
+        requests = []
         try:
-            requests = self._pushed(store, plan, shares, rows, joint, sinces, reads)
+            for share in shares:
+                message = self._message(store, share, joint, sinces)
+                if share.setting is None:
+                    request = bulk(store, share, message, rows, self.priority)
+                else:
+                    request = store.feedback.push(plan.keys, share, message, rows, store.memory)
+                    request.priority = share.highest(self.priority)
+                if tracker is not None:
+                    request.on_reply = partial(tracker.take, share)
+                requests.append(request)
             for request in requests if is_frozen else ():
                 request.freeze()
             if self.is_step:
@@ -161,39 +169,18 @@ class PushValues(PushCall):
             plan.refuse()
             raise
         store.was_pushed_to = True
-        if reads:
-            yield from settle_reads(store, reads)
+        if tracker is not None:
+            yield from settle_reads(store, [tracker])
         return _result(store, plan, self.sinks, sink)
 
-    def _pushed(
-        self,
-        store: WorkerStore,
-        plan: TransferPlan,
-        shares: Sequence[ChunkSlice],
-        gradients: Rows,
-        numbers: Numbers,
-        sinces: Numbers,
-        reads: Sequence[ReadTracker],
-    ) -> list[Request]:
-        """Return the requests that push these shares of ``plan``; their read, if any, takes the answers."""
-        requests = []
-        for share in shares:
-            dtype = BY_NAME[share.dtype].id
-            runs = share.runs(numbers)
-            message = p.Push(share.chunk, dtype, (store.rank,), self.weight, bool(reads), runs)
-            if store.opened.late == "next":  # a run for each key, in the order of the elements
-                runs, since = share.runs_by_key(numbers), share.numbers_by_key(sinces)
-                message = replace(message, runs=runs, since=since)
-            if share.setting is None:
-                request = bulk(store, share, message, gradients, self.priority)
-            else:
-                request = store.feedback.push(plan.keys, share, message, gradients, store.memory, numbers)
-                request.priority = share.highest(self.priority)
-            for tracker in reads:
-                feedback = store.feedback if share.is_by_deltas else None
-                request.on_reply = partial(tracker.take, share, feedback)
-            requests.append(request)
-        return requests
+    def _message(self, store: WorkerStore, share: ChunkSlice, numbers: Numbers, sinces: Numbers) -> p.Push:
+        """Return the push of a share, as it is without compression."""
+        dtype, runs = BY_NAME[share.dtype].id, share.runs(numbers)
+        message = p.Push(share.chunk, dtype, (store.rank,), self.weight, self.sinks is not None, runs)
+        if store.opened.late == "next":  # a run for each key, in the order of the elements
+            runs, since = share.runs_by_key(numbers), share.numbers_by_key(sinces)
+            message = replace(message, runs=runs, since=since)
+        return message
 
 
 def _are_copied(store: WorkerStore, shares: Sequence[ChunkSlice], values: Rows) -> bool:
