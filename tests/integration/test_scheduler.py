@@ -59,7 +59,7 @@ def test_scheduler_exits_with_0_if_every_worker_left(processes: Processes) -> No
     worker = cluster.worker(sys.executable, script)
     processes.may_fork = False  # kvps-launch starts all others anew in test_launch.py: test_all_of_it_in_one
     workers = [worker, cluster.plain(script)]
-    assert [item.wait() for item in (*workers, server, cluster.process)] == [0, 0, 0, 0]
+    assert [item.wait(90.0) for item in (*workers, server, cluster.process)] == [0, 0, 0, 0]
     assert all("sum [3.0, 3.0, 3.0, 3.0]" in item.out for item in workers)
     assert server.err == ""
     assert all(item.err == "" for item in workers)

@@ -50,25 +50,18 @@ class TestValues:
         worker.server(0, Welcome(0, 1, 2, 1))
         assert values_of(worker.sends(Push)[0]) == [1, 1, 1, 1]
 
-    def test_of_a_lazy_push_are_copied_at_its_timeout(self) -> None:
-        worker = small()
-        worker.core.table.links[0].ready = False
-        values = torch.ones(4)
-        ticket = worker.call(push({"w": values}, eager=False), 5.0)
-        worker.wait(5.0)
-        assert isinstance(worker.error(ticket), Timeout)
-        values.fill_(-1)
-        worker.server(0, Welcome(0, 1, 2, 1))
-        assert values_of(worker.sends(Push)[0]) == [1, 1, 1, 1]
-
-    def test_are_copied_when_a_call_fails_with_something_to_send(self) -> None:
-        """Another worker's loss ends the call; the push stands."""
+    @pytest.mark.parametrize("error", [Timeout, WorkerLost])
+    def test_values_of_a_lazy_push_are_copied_when_its_call_fails(self, error: type[KvpsError]) -> None:
+        """By its time limit, or by the loss of another worker: the push stands."""
         worker = small(on_worker_lost="fail")
         worker.core.table.links[0].ready = False
         values = torch.ones(4)
-        ticket = worker.call(push({"w": values}, eager=False))
-        worker.view(member(W1, "lost"))
-        assert isinstance(worker.error(ticket), WorkerLost)
+        ticket = worker.call(push({"w": values}, eager=False), 5.0)
+        if error is Timeout:
+            worker.wait(5.0)
+        else:
+            worker.view(member(W1, "lost"))
+        assert isinstance(worker.error(ticket), error)
         values.fill_(-1)
         worker.server(0, Welcome(0, 1, 2, 1))
         assert values_of(worker.sends(Push)[0]) == [1, 1, 1, 1]
