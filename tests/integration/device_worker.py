@@ -12,6 +12,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from torch.utils import backend_registration
 
 import kvps
 import kvps.torch
+from kvps.runtime.device import Staging
 
 backend_registration._setup_privateuseone_for_python_backend(rename="simulated")
 
@@ -44,6 +47,19 @@ def empty(size: list[int], *, dtype: torch.dtype, device: torch.device, **_: obj
 
 KERNELS.impl("empty_strided", empty_strided, "PrivateUse1")
 KERNELS.impl("empty.memory_format", empty, "PrivateUse1")
+
+
+def autocast_linear(*tensors: torch.Tensor) -> torch.Tensor:
+    cast = [tensor.to(torch.get_autocast_dtype(KIND)) for tensor in tensors]
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+        return nn.functional.linear(*cast)
+
+
+REST = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+REST.fallback(torch.library.fallthrough_kernel)
+KERNELS.impl("linear", autocast_linear, "AutocastPrivateUse1")
+MODULE = {"get_amp_supported_dtype": lambda: [torch.bfloat16], "_is_in_bad_fork": lambda: True}
+setattr(torch, KIND, SimpleNamespace(**MODULE, manual_seed_all=None))
 
 Case = Callable[[str, int], list[torch.Tensor]]
 CASES: dict[str, Case] = {}
@@ -184,6 +200,16 @@ def gradient_scaler(device: str, rank: int) -> list[torch.Tensor]:
 
 
 @case
+def autocast(device: str, rank: int) -> list[torch.Tensor]:
+    model = perceptron(device)
+    optimizer = kvps.torch.DistributedOptimizer(sgd_of(model), model)
+    forward = torch.autocast(torch.device(device).type, torch.bfloat16)(model.forward)
+    assert forward(batch(device, rank, 0)).dtype is torch.bfloat16
+    model.forward = forward  # type: ignore[method-assign]
+    return trained(model, optimizer.step, device, rank)
+
+
+@case
 def embedding_modules(device: str, rank: int) -> list[torch.Tensor]:
     kv = kvps.create("dist_sync_device")
     tables = [kv.embedding(name, 2, init="zeros", optimizer="sgd", lr=0.5) for name in ("a", "b", "c")]
@@ -195,6 +221,43 @@ def embedding_modules(device: str, rank: int) -> list[torch.Tensor]:
         outs = [words(ids).sum(1), bags(ids), rows({"c": ids})["c"]]
         torch.cat(outs).square().add(torch.cat(outs)).sum().backward()
         found += [out.detach().cpu() for out in outs]
+    return found
+
+
+@case
+def lost_device(device: str, rank: int) -> list[torch.Tensor]:
+    """A step whose gradients cannot come down from a device is not made, and can be made again."""
+
+    def lost(*_: object) -> None:
+        raise torch.AcceleratorError("the device has fallen off the bus")
+
+    found = []
+    for by in ("optimizer", "optimizer on servers", "trainer", "copy"):
+        model = perceptron(device)
+        if by == "trainer":
+            trainer = kvps.Trainer(model, sgd_of(model), kvstore="dist_sync_device")
+            step: Callable[[], object] = partial(trainer.step, 1)
+        else:
+            on_servers = by == "optimizer on servers"
+            step = kvps.torch.DistributedOptimizer(sgd_of(model), model, update_on_kvstore=on_servers).step
+        for number in range(STEPS):
+            for param in model.parameters():
+                param.grad = torch.full(param.shape, 0.5 + number).to(device)
+            if number == 1 and device != "cpu":
+                with pytest.MonkeyPatch.context() as patch:
+                    if by == "copy":  # by another thread, behind step()
+                        patch.setattr(Staging, "bring", lost)
+                    else:
+                        WORLDS[-1].gone.add(0)
+                    with pytest.raises(torch.AcceleratorError, match="fallen off the bus"):
+                        step()
+                    WORLDS[-1].gone.clear()
+                if by == "copy":
+                    model.zero_grad()
+                    for param in model.parameters():
+                        param.grad = torch.full(param.shape, 0.5 + number).to(device)
+            step()
+        found += [param.detach().cpu() for param in model.parameters()]
     return found
 
 
@@ -222,7 +285,7 @@ def outcome(name: str, device: str) -> list[list[torch.Tensor]]:
             return [CASES[name](device, 0)]
         finally:
             dist.destroy_process_group()
-    with kvps.LocalCluster(workers=2, servers=2) as cluster:
+    with kvps.LocalCluster(workers=1 if name == "lost_device" else 2, servers=2) as cluster:
         found: list[list[torch.Tensor]] = cluster.run(lambda rank: CASES[name](device, rank))
     return found
 

@@ -158,7 +158,7 @@ class GradientSync:
         """The buckets of this step that are back, in the order in which they left."""
         self._arranged: list[str] = []
         """The parameters whose chunks the buckets know; none after a failure, as keys may be placed anew."""
-        self._failure: KvpsError | None = None
+        self._failure: Exception | None = None
         self._collected: set[str] = set()
         """The parameters whose gradients backward has handed to the buckets in this step."""
         self._advice = advice
@@ -293,7 +293,6 @@ class GradientSync:
         if not names:
             return
         values = [self._dense(name) for name in names]
-        self.values.update(zip(names, values, strict=True))
         out = values
         with torch.no_grad():
             if self._is_stepwise and self._brings_weights:
@@ -338,13 +337,14 @@ class GradientSync:
         param = self._model.params[name]
         assert self._tables is not None
         gradient = self.gradient(name).detach().to(param.dtype)
-        value = self.values[name] = param if self._brings_weights else gradient
+        value = param if self._brings_weights else gradient
         if self.scale != 1.0:
             gradient = gradient * self.scale
         wait = self._tables.begin(name, gradient, number, param)
         self._have_left([name], SparseBucket(name, value, wait, self._divisor))
 
     def _have_left(self, names: list[str], away: InFlight) -> None:
+        self.values.update(away.values)
         self._away.update(dict.fromkeys(names, away))
         for name in () if self._is_stepwise else names:
             self.hooks.leave(name)
@@ -449,7 +449,7 @@ class GradientSync:
                 bucket.wait()
                 self._deliver(bucket)
                 self._arrived.append(bucket)
-            except KvpsError as error:
+            except Exception as error:  # of torch, too: a device may be gone
                 self._memory.give_up(bucket.values)
                 self._arranged = []
                 is_graver = isinstance(failure, EpochChanged) and not isinstance(error, EpochChanged)
