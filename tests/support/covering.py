@@ -59,7 +59,7 @@ class Covering:
 
 
 def import_all(name: str) -> None:
-    """Import a package and all that is in it."""
+    """Import a module, and all that is in it if it is a package."""
     package = importlib.import_module(name)
-    for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+    for module in pkgutil.walk_packages(getattr(package, "__path__", ()), f"{name}."):
         importlib.import_module(module.name)

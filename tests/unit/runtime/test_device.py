@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.runtime.device import CallsBehindKernels, PageLocks, Staging, bring_back
+from kvps.runtime.device import CallsBehindKernels, PageLocks, Staging, bring_back, is_away, settle_all
 
 
 class Cuda:
@@ -92,6 +92,11 @@ def test_rows_go_to_tensors_in_memory() -> None:
     bring_back(zip(targets, rows, strict=True))
     assert torch.equal(targets[0], rows[0])
     assert torch.equal(targets[1], rows[1])
+
+
+def test_memory_of_the_host_is_not_away_and_needs_no_wait() -> None:
+    assert not is_away(torch.zeros(1))
+    settle_all()
 
 
 @pytest.mark.cuda
