@@ -201,6 +201,13 @@ class RequestContext:
         if not ranks:
             del self.outside[store.name]
 
+    def start_clocks(self, store: ServerStore) -> None:
+        """Let the clocks of all ranks start anew: a join is over."""
+        for chunk in self.chunks.of_store(store.name) if store.opened.mode == "ssp" else ():
+            for span in chunk.spans:
+                assert isinstance(span, FreeSpan)
+                span.level()
+
     def _start_clock(self, store: ServerStore, rank: int) -> None:
         """Let the clock of a rank that a new process holds start at that of the slowest live rank."""
         live = self.quorum(store).live

@@ -21,7 +21,7 @@ from kvps.core.placement import JOIN_SERVER
 from kvps.core.refusals import Attempt
 from kvps.core.server import answer as reads
 from kvps.core.server.answer import Answers
-from kvps.core.server.chunks.rounds import FreeSpan, Span
+from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
 from kvps.core.server.ingest import Ingest
@@ -377,10 +377,7 @@ class Control:
         start anew."""
         if not store.joins.end(call):
             return
-        for chunk in self._chunks.of_store(store.name) if store.opened.mode == "ssp" else ():
-            for span in chunk.spans:
-                assert isinstance(span, FreeSpan)
-                span.level()
+        self._context.start_clocks(store)
         self._look_at(store, is_all=True)
         self._context.retry()
 

@@ -188,6 +188,8 @@ class Follower:
         life = self._control.ended.of(store.name)
         assert life is not None, "it began with the store"
         life.closed = by_rank(message.closed)
+        if message.joins_over > store.joins.over:
+            self._context.start_clocks(store)
         last, made = by_rank(message.joins_last), by_rank(message.joins_made)
         store.joins = JoinTracker(message.joins_over, last, made)
         for what, is_key, call, refused, code, text in message.refusals:

@@ -357,6 +357,28 @@ def test_standby_knows_which_replacements_have_not_entered(*, has_entered: bool 
     assert span.version == int(not has_entered)
 
 
+@pytest.mark.spec("R634")
+def test_standby_starts_clocks_anew_when_a_join_is_over() -> None:
+    """Rank 0 has pushed more before the join: it waits for nobody at the standby, as at the server."""
+    pair = Pair()
+    item = pair.primary
+    item.open("ssp", staleness=1)
+    item.init("w", [1.0, 2.0, 3.0])
+    item.optimizer("sgd", lr=1.0)
+    (piece,) = item.pieces["w"]
+    pair.level()
+    for rank, number in ((1, 0), (0, 0), (0, 1), (0, 2)):
+        pair.do(rank, of(rank, push(piece, number, pull=False)), torch.ones(3))
+    pair.pump()
+    for message in (p.Join("kv", 1, waits=True), p.Return("kv", 1)):
+        for rank in range(2):
+            pair.do(rank, message)
+    pair.pump()
+    pair.promote()
+    (span,) = pair.standby.server.context.chunks.by_number[piece.chunk].spans
+    assert span.clock_from == {0: 3, 1: 1}
+
+
 @pytest.mark.spec("R496", "R633")
 def test_pushes_without_rounds_gather_while_a_copy_is_on_its_way() -> None:
     pair = Pair()
