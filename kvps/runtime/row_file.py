@@ -21,6 +21,7 @@ from kvps.core.embedding.arena import Slots
 from kvps.core.embedding.stored import Octets
 from kvps.core.embedding.tiered import Tier
 from kvps.errors import ConfigError
+from kvps.phrases import bytes_in_words
 
 SLAB_BYTES_MIN, SLAB_BYTES_MAX = 1 << 20, 64 << 20
 """Room is allocated by an eighth of the file, within these bounds."""
@@ -77,9 +78,8 @@ class DiskRows:
         size = self._record_bytes
         end = (int(cells.max()) + 1) * size
         if end > self._size:
-            slab = min(max(SLAB_BYTES_MIN, self._size // 8), SLAB_BYTES_MAX)
-            os.posix_fallocate(self._fd, self._size, max(end - self._size, slab))
-            longer = max(end, self._size + slab)
+            longer = max(end, self._size + min(max(SLAB_BYTES_MIN, self._size // 8), SLAB_BYTES_MAX))
+            self._allocate(longer - self._size)
             block = mmap.mmap(self._fd, longer, prot=mmap.PROT_READ)
             block.madvise(mmap.MADV_RANDOM)
             self._mapped, self._size = np.frombuffer(block, self._mapped.dtype, longer // size), longer
@@ -98,6 +98,14 @@ class DiskRows:
             # The system begins to write it now, so that a control group never waits for many changed pages.
             os.posix_fadvise(self._fd, first * size, octets.nbytes, os.POSIX_FADV_DONTNEED)
             begin = stop
+
+    def _allocate(self, need: int) -> None:
+        try:
+            os.posix_fallocate(self._fd, self._size, need)
+        except OSError as error:
+            disk = os.fstatvfs(self._fd)
+            sizes = f"need {bytes_in_words(need)}, free {bytes_in_words(disk.f_bavail * disk.f_frsize)}"
+            raise OSError(error.errno, f"{error.strerror} ({sizes})") from error
 
     def _runs(self, cells: Slots, records: Octets) -> tuple[list[int], list[memoryview]]:
         """Return where records of neighbouring cells begin in the file, and their memory."""

@@ -1,6 +1,7 @@
 """A table larger than the memory of its server's control group: trained, saved, and restored by another server."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -85,9 +86,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_refuses_a_push_and_the_server_lives(processes: Processes, small_disk: Path) -> None:
     cluster = processes.scheduler(1, 1)
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(2 << 20))
     server = cluster.server("--memory-limit", "8M", "--table-dir", small_disk)
     script = processes.script(
-        "import kvps, torch\n"
+        "import kvps, pathlib, torch\n"
         "kv = kvps.create('dist_async')\n"
         "table = kv.embedding('t', 256, optimizer='sgd', lr=1.0, init='zeros')\n"
         "ids, ones = torch.arange(1024), torch.ones(1024, 256)\n"
@@ -103,13 +106,18 @@ def test_a_full_disk_refuses_a_push_and_the_server_lives(processes: Processes, s
         "    assert torch.equal(rows, ones), (before, at, len(table), rows.unique().tolist(), (rows != 1).sum())\n"
         "assert len(table) == applied * 1024\n"
         "print('whole', flush=True)\n"
+        f"pathlib.Path({str(ballast)!r}).unlink()\n"
+        "table.push(ids + applied * 1024, -ones)\n"
+        "assert torch.equal(table.pull(ids + applied * 1024), ones), (applied, at)\n"
+        "print('goes on', flush=True)\n"
     )
     worker = cluster.worker(sys.executable, script)
     refusal(worker, small_disk)
+    worker.expect("goes on", 60.0)
     assert [each.wait() for each in (worker, server, cluster.process)] == [0, 0, 0]
 
 
 def refusal(worker: Process, disk: Path) -> None:
     found = worker.expect(r"refused \d+ .*", 60.0).group()
-    assert f"between memory and {disk}: No space left on device" in found, worker
+    assert re.search(rf"between memory and {disk}: No space left on device \(need .*iB, free .*\)", found)
     worker.expect("whole", 60.0)
