@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import shutil
 import tempfile
 import time
 import weakref
@@ -103,8 +104,7 @@ class DiskRows:
         try:
             os.posix_fallocate(self._fd, self._size, need)
         except OSError as error:
-            disk = os.fstatvfs(self._fd)
-            sizes = f"need {bytes_in_words(need)}, free {bytes_in_words(disk.f_bavail * disk.f_frsize)}"
+            sizes = f"need {bytes_in_words(need)}, free {bytes_in_words(shutil.disk_usage(self._fd).free)}"
             raise OSError(error.errno, f"{error.strerror} ({sizes})") from error
 
     def _runs(self, cells: Slots, records: Octets) -> tuple[list[int], list[memoryview]]:

@@ -238,7 +238,8 @@ class EmbeddingTable:
 
     def make(self, limit_s: float) -> None:
         """Have the servers make the table, or check that theirs has the same arguments."""
-        self._call(calls.MakeTable(self.store.name, self.key, self.recipe, self.store.rank), limit_s)
+        call = calls.MakeTable(self.store.name, self.key, self.recipe, self.store.rank)
+        self.store.session.call(call, limit_s).wait()
 
     def __len__(self) -> int:
         """Return how many rows there are, on all servers, after this rank's own pushes."""
@@ -275,10 +276,7 @@ class EmbeddingTable:
 
     def _make(self, call: calls.Call, timeout: float | None) -> Any:
         self.store._begin()
-        return self._call(call, self.store._limit(timeout))
-
-    def _call(self, call: calls.Call, limit_s: float) -> Any:
-        return self.store.session.call(call, limit_s).wait()
+        return self.store.session.call(call, self.store._limit(timeout)).wait()
 
 
 def tables_of(

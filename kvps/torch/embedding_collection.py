@@ -93,10 +93,11 @@ class EmbeddingCollection(torch.nn.Module):
         is_trained = self.training and torch.is_grad_enabled()
         device = next(iter(bags.values())).device
         batch, rows = self._exchange.rows(ids, device, is_trained=is_trained)
+        inputs = {name: (self._lookups[name], some) for name, some in bags.items()}
         found: dict[str, torch.Tensor] = {}
         for at, (leaf, group) in enumerate(zip(rows, self._exchange.tables.groups, strict=True)):
             features = self._features[group.first : group.stop]
-            given = [[(self._lookups[name], bags[name]) for name in names] for names in features]
+            given = [[*map(inputs.__getitem__, names)] for names in features]
             found.update(zip(chain(*features), pooled(leaf, batch, at, given), strict=True))
         return {name: found[name] for name in bags}
 
@@ -153,7 +154,10 @@ class EmbeddingCollection(torch.nn.Module):
 
     def _ids(self, bags: Mapping[str, Bags]) -> list[torch.Tensor]:
         """Return the ids of each table: its features' ids, one feature after the other."""
-        return [_joined([bags[name].ids for name in names]) for names in self._features]
+        return [
+            bags[names[0]].ids if len(names) == 1 else torch.cat([bags[name].ids for name in names])
+            for names in self._features
+        ]
 
     def extra_repr(self) -> str:
         """Return the text between the brackets of its ``repr``."""
@@ -193,10 +197,6 @@ class EmbeddingCollection(torch.nn.Module):
         if len(devices) > 1:
             raise Mismatch(f"features lie on several devices: {', '.join(sorted(map(str, devices)))}")
         return bags
-
-
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _of_jagged(features: Any) -> dict[str, tuple[torch.Tensor, ...]]:

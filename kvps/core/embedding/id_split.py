@@ -98,9 +98,11 @@ class SplitIds:
 
     @cached_property
     def _places(self) -> torch.Tensor:
-        numbers = np.concatenate([np.arange(high - low) for low, high in self._ranges])
-        places = np.empty_like(self._order)
-        places[self._order] = numbers.repeat(np.append(self._starts[1:], len(self._order)) - self._starts)
+        numbers, places = np.zeros((2, len(self._order)), np.int64)
+        numbers[self._starts] = 1
+        places[self._order] = numbers.cumsum()
+        for first, stop in pairwise(self._stops):
+            places[self._begins[first] : self._begins[stop]] -= self.edges[first] + 1
         return torch.from_numpy(places)
 
     def places_of(self, group: int) -> torch.Tensor:

@@ -161,7 +161,7 @@ class Ingest:
         if isinstance(message, p.PushTables):
             target = TableRows.of(self._chunks, message.parts)
             store = self._context.store_of(message.chunk)
-            cut = target.cut(target.gradients(message, packet.payload))
+            cut = target.gradients(message, packet.payload)
             numbers: Iterable[int] = [part.number for part in message.parts]
         else:
             store = self._context.store(message.store)

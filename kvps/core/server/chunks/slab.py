@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 
 import torch
 
@@ -415,15 +415,12 @@ class NamedTables:
         """The element of each table, which counts for all of its rows."""
         self.recipes = tuple([table.recipe for table in tables])
         self.row_bytes = tuple([recipe.dim * BY_NAME[recipe.dtype].itemsize for recipe in self.recipes])
-        self.alike = alike_runs(tables)
-        """The tables, in runs of those that are alike."""
-        stops = accumulate([len(alike.tables) for alike in self.alike])
-        runs = [
-            (alike, stop - len(alike.tables), stop) for alike, stop in zip(self.alike, stops, strict=True)
-        ]
-        self.groups = [(shape, list(some)) for shape, some in groupby(runs, _shape)]
-        """Element type and length of the rows of a frame; and the runs of its tables, with the index of the
-        first table of each, and of that behind its last."""
+        alike = alike_runs(tables)
+        begins = accumulate([len(some.tables) for some in alike], initial=0)
+        self.runs = [(some, begin, end) for some, (begin, end) in zip(alike, pairwise(begins), strict=True)]
+        """Neighbours that are alike, the index of the first of them, and of the table behind the last."""
+        self.groups = [(shape, list(some)) for shape, some in groupby(self.runs, _shape)]
+        """Element type and length of the rows of a frame, and the runs of its tables."""
 
 
 def _shape(run: tuple[AlikeTables, int, int]) -> tuple[str, int]:

@@ -114,6 +114,7 @@ def name_of(key: str) -> str:
 ANSWER_BYTES = 64 << 20
 """Maximum bytes of the rows in one answer."""
 _stand = maker(TableStand)
+Pushed = tuple[Piece, RowGradient]
 
 
 class PushedGroup(NamedTuple):
@@ -205,8 +206,8 @@ class TableRows:
             )
         return torch.from_numpy(ids)
 
-    def gradients(self, message: PushTables, payload: Sequence[memoryview]) -> list[RowGradient]:
-        """Return the gradients that were pushed, for each table, checked.
+    def gradients(self, message: PushTables, payload: Sequence[memoryview]) -> Iterator[Pushed]:
+        """Return the piece of each table, and the gradient that was pushed for it, checked.
 
         Raises:
             Mismatch: for another element type or length of rows than a table's.
@@ -226,7 +227,7 @@ class TableRows:
             inside = tuple([edge - begin for edge in edges[first : stop + 1]])
             group = PushedGroup(ids[begin:end], rows, inside)
             gradients += map(TableGradient, repeat(group), range(parts))
-        return gradients
+        return zip(self.pieces, gradients, strict=True)
 
     def _check_groups(self, message: PushTables) -> None:
         """Check that the rows of each group are those of its tables, each of which is named once.
@@ -308,10 +309,6 @@ class TableRows:
         stands = [_stand((span.version, span.owed(rank))) for span in self.spans(chunks)]
         return PulledTables(seq, tuple(groups), tuple(counts), tuple(stands)), tuple(frames)
 
-    def cut(self, gradients: list[RowGradient]) -> Iterator[tuple[Piece, RowGradient]]:
-        """Yield the piece of each table, and its gradient."""
-        return zip(self.pieces, gradients, strict=True)
-
 
 class Table(Rule):
     """The sum moves rows of an embedding table, together with the tables that move by the same message.
@@ -336,18 +333,14 @@ class Table(Rule):
 
 def move_tables(shop: Workshop) -> None:
     """Move the tables whose updates wait, alike ones in one pass; then wake the reads that waited there."""
-    waiting, named = list(shop.tables.values()), shop.named(tuple(shop.tables))
+    waiting = list(shop.tables.values())
     shop.tables.clear()
     # Tables are updated in one pass if they agree in these numbers, too.
     terms = [(rule.chunk.spans[0].step, rule.chunk.table.lr, due.sum.divisor) for rule, due in waiting]
-    for _, alike_ones in named.groups:
-        for alike, start, stop in alike_ones:
-            pairs = zip(terms[start:stop], waiting[start:stop], strict=True)
-            runs = [[update for _, update in run] for _, run in groupby(pairs, itemgetter(0))]
-            for run in runs:
-                numbers = tuple([rule.chunk.number for rule, _ in run])
-                (together,) = (alike,) if len(runs) == 1 else shop.named(numbers).alike
-                _move_alike(together, run)
+    for _, pairs in groupby(zip(terms, waiting, strict=True), itemgetter(0)):
+        updates = [update for _, update in pairs]
+        for alike, start, stop in shop.named(tuple([rule.chunk.number for rule, _ in updates])).runs:
+            _move_alike(alike, updates[start:stop])
     for rule, _ in waiting:
         if rule.chunk.waiting:
             shop.wake(rule.chunk.woken(0, 1))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +38,7 @@ from kvps.core.worker.calls.base import (
     settle,
 )
 from kvps.core.worker.connection import Request
-from kvps.core.worker.plan import Key, PieceLocation
+from kvps.core.worker.plan import Key, PieceLocation, Progress
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import KvpsError, Mismatch, ProtocolError
@@ -53,6 +54,7 @@ GROUPS_MAX = 60
 """Most tables of one message, and most groups of them: each has a frame."""
 
 _part = maker(p.TablePart)
+_version, _owed = attrgetter("version"), attrgetter("owed")
 Places = slice | npt.NDArray[np.int64]
 
 
@@ -251,8 +253,9 @@ def check_size(names: Sequence[str], groups: tuple[Group, ...], share: Share, se
         Mismatch: if one does not.
     """
     for group in groups:
+        row_bytes = group.row_bytes
         for at, (begin, end) in enumerate(pairwise(share.edges[group.first : group.stop + 1]), group.first):
-            if (size := (end - begin) * group.row_bytes) > PUSH_BYTES_MAX:
+            if (size := (end - begin) * row_bytes) > PUSH_BYTES_MAX:
                 raise Mismatch(
                     f"table {names[at]!r}: {size} bytes of a push are for server {server}, "
                     f"and one push has {PUSH_BYTES_MAX} at most for each; push half as many rows at once"
@@ -286,10 +289,13 @@ class PullTableRows(ReadCall):
         stands: list[list[p.TableStand]] = [[] for _ in numbers]
         drafts = _drafts(self.shares, self.groups, plan.keys, numbers, PULL_BYTES, is_whole=False)
         yield [self._pull(draft, sinks, stands) for draft in drafts]
-        for key, found in zip(plan.keys, stands, strict=True):
-            versions, owed = zip(*found, strict=True)
-            key.applied = max(key.applied, min(versions if store.ordered else owed))
-            key.version = max(key.version, *versions)
+        counted = _version if store.ordered else _owed
+        found = [(min(map(counted, some)), max(map(_version, some))) for some in stands]
+        joint = plan.joint() if len(set(found)) == 1 else None
+        moved: Sequence[Key | Progress] = plan.keys if joint is None else (joint,)
+        for key, (applied, version) in zip(moved, found, strict=False):
+            key.applied = max(key.applied, applied)
+            key.version = max(key.version, version)
         return rows
 
     def _pull(
