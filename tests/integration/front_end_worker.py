@@ -127,16 +127,15 @@ def groups_with_rates_of_their_own(make: Make) -> Sequence[torch.Tensor]:
 # --- schedulers ----------------------------------------------------------------------------------------
 
 
-def scheduled(make: Make, scheduler: Callable[[torch.optim.Optimizer], object]) -> list[torch.Tensor]:
-    training = make(net(), plain_sgd)
+def scheduled(
+    make: Make, scheduler: Callable[[torch.optim.Optimizer], object], optimizer: MakeOptimizer = plain_sgd
+) -> list[torch.Tensor]:
+    training = make(net(), optimizer)
     schedule = scheduler(training.optimizer)
     for step in range(STEPS):
-        training.zero_grad()
-        loss = training.backward(loss_at(step))
-        training.step()
+        run(training, range(step, step + 1))
         plateau = isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
         schedule.step(*([1.0] if plateau else []))  # type: ignore[attr-defined]
-    del loss
     return ended(training)
 
 
@@ -154,14 +153,11 @@ def plateau_scheduler(make: Make) -> Sequence[torch.Tensor]:
 
 @feature
 def momentum_cycles(make: Make) -> Sequence[torch.Tensor]:
-    training = make(net(), sgd)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(training.optimizer, 0.2, total_steps=STEPS + 1)
-    for step in range(STEPS):
-        training.zero_grad()
-        training.backward(loss_at(step))
-        training.step()
-        schedule.step()
-    return ended(training)
+    return scheduled(
+        make,
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=STEPS + 1),
+        sgd,
+    )
 
 
 @feature
@@ -525,9 +521,7 @@ def clipped_by_the_front_end(make: Make, optimizer: MakeOptimizer) -> list[torch
         elif not isinstance(training, Optimizer | Trainer | Shard):
             raise kvps.ConfigError("no clip_global_norm=")
         training.step()
-    found = weights(training.model)
-    training.close()
-    return found
+    return ended(training)
 
 
 @feature
@@ -562,9 +556,7 @@ def grad_scaler(make: Make) -> Sequence[torch.Tensor]:
             raise kvps.ConfigError("a GradScaler takes a torch optimizer, not a Trainer")
         scaler.step(training.optimizer)
         scaler.update()
-    found = weights(training.model)  # with updates on servers, each rank has a scale of its own
-    training.close()
-    return found
+    return ended(training)  # with updates on servers, each rank has a scale of its own
 
 
 # --- readers of the weights, and hooks ---------------------------------------------------------------------------------
@@ -610,9 +602,7 @@ def hooks_before_forward(make: Make) -> Sequence[torch.Tensor]:
     training = make(model, sgd)
     run(training)
     handle.remove()
-    found = weights(training.model)
-    training.close()
-    return [*found, *(seen[-1:])]
+    return [*ended(training), *(seen[-1:])]
 
 
 @feature
