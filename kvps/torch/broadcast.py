@@ -17,15 +17,16 @@ which each worker adds its own, and zeros for the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from kvps.errors import ConfigError, KvpsError, Mismatch
+from kvps.errors import ConfigError, Mismatch
 from kvps.store.kvstore import KVStore
 from kvps.tensors import NAMES
 from kvps.torch.serialization import bits, pack, unpack
+from kvps.torch.sync.parameter_sync import pairs_of
 from kvps.torch.sync.shared_stores import Options, own_store
 from kvps.torch.sync.state_dict import without_stored
 
@@ -157,13 +158,7 @@ def broadcast_object(
 def _send_packed(kv: KVStore, key: str, make: Any, root: int) -> bytes:
     """Send the result of the root's function; if that fails, send the error, so that the others do
     not wait."""
-    error: KvpsError | None = None
-    packed = b""
-    if make is not None:
-        try:
-            packed = make()
-        except ConfigError as raised:
-            error, packed = raised, str(raised).encode()
+    packed, error = (b"", None) if make is None else _packed(make)
     if kv.num_workers > 1:
         length = torch.tensor([-len(packed) if error is not None else len(packed)], device="cpu")
         _send(kv, [f"{key}/length"], [length], root)
@@ -176,6 +171,14 @@ def _send_packed(kv: KVStore, key: str, make: Any, root: int) -> bytes:
     if error is not None:
         raise error
     return packed
+
+
+def _packed(make: Callable[[], bytes]) -> tuple[bytes, ConfigError | None]:
+    """Return an object's bytes; or the error that refuses it, and its text for the other workers."""
+    try:
+        return make(), None
+    except ConfigError as error:
+        return str(error).encode(), error
 
 
 @torch.no_grad()
@@ -208,16 +211,8 @@ def _demand_rank(root: object, count: int) -> None:
 
 
 def _named(params: object) -> dict[str, torch.Tensor]:
-    if isinstance(params, torch.nn.Module):
-        pairs: list[Any] = list(params.state_dict().items())
-    elif isinstance(params, Mapping):
-        pairs = list(params.items())
-    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
-        pairs = list(params)
-    else:
-        pairs = [params]
     named: dict[str, torch.Tensor] = {}
-    for pair in pairs:
+    for pair in pairs_of(params.state_dict() if isinstance(params, torch.nn.Module) else params):
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
             what = (
                 f"{pair[0]!r}: {type(pair[1]).__name__}" if isinstance(pair, tuple) else type(pair).__name__
@@ -296,11 +291,7 @@ def _gather(obj: Any, name: str | None, root: int | None, kv: KVStore) -> list[A
     count, rank = kv.num_workers, kv.rank
     if root is not None:
         _demand_rank(root, count)
-    error: ConfigError | None = None
-    try:
-        packed = pack(obj)
-    except ConfigError as raised:  # the other workers are told, so that they do not wait
-        error, packed = raised, str(raised).encode()
+    packed, error = _packed(lambda: pack(obj))
     if count == 1:
         if error is not None:
             raise error

@@ -53,16 +53,12 @@ def _balanced(params: Mapping[str, torch.Tensor], count: int) -> Fragments:
         raise ConfigError(f"fragments={count}: use 1 to {len(params)}, the number of trained parameters")
     sizes = [0] * count
     chosen: dict[str, int] = {}
-    for name in sorted(params, key=lambda name: -_bytes(params[name])):
+    for name in sorted(params, key=lambda name: -params[name].nbytes):
         lightest = sizes.index(min(sizes))
         chosen[name] = lightest
         # A parameter without elements counts, too, so that no fragment stays empty.
-        sizes[lightest] += _bytes(params[name]) + 1
+        sizes[lightest] += params[name].nbytes + 1
     return tuple(tuple([name for name in params if chosen[name] == number]) for number in range(count))
-
-
-def _bytes(param: torch.Tensor) -> int:
-    return param.numel() * param.element_size()
 
 
 def _given(params: Mapping[str, torch.Tensor], wanted: Sequence[Any]) -> Fragments:

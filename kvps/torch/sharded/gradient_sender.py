@@ -115,11 +115,7 @@ class RemoteOptimizer(ParameterSync):
                 f"the servers rolled back to a checkpoint that does not have {names_in_words(lost)}, and no "
                 "worker has the weight; start the job again, and load_state_dict() your saved weights"
             ) from error
-        assert self.hyper is not None
-        if error.has_optimizer:
-            self.tell_rate(self.hyper.number("lr"))
-        else:
-            self.install(self.hyper)
+        self.renew(error)
 
 
 class GradientSender:

@@ -208,12 +208,16 @@ class ParameterSync:
         new = [index for index, name in enumerate(names) if name not in error.after]
         if new:
             self.kv.init([names[index] for index in new], [values[index] for index in new])
+        self.renew(error)
+        self.pull()
+
+    def renew(self, error: EpochChanged) -> None:
+        """Give the store what it lacks of the optimizer since a return."""
         assert self.hyper is not None
         if error.has_optimizer:
             self.tell_rate(self.hyper.number("lr"))
         else:
             self.install(self.hyper)
-        self.pull()
 
 
 def _trained(params: Mapping[str, torch.Tensor]) -> list[str]:
@@ -226,7 +230,7 @@ def named(params: object) -> dict[str, torch.Tensor]:
     Raises:
         ConfigError: for something else than parameters, or none that is trained.
     """
-    pairs = _pairs(params)
+    pairs = pairs_of(params)
     found: dict[str, torch.Tensor] = {}
     seen: set[torch.Tensor] = set()
     for pair in pairs:
@@ -253,7 +257,8 @@ def named(params: object) -> dict[str, torch.Tensor]:
     return found
 
 
-def _pairs(params: object) -> list[Any]:
+def pairs_of(params: object) -> list[Any]:
+    """Return the pairs of name and tensor of a module, a mapping or a list; else a list of what was given."""
     if isinstance(params, torch.nn.Module):
         return list(params.named_parameters())
     if isinstance(params, Mapping):
