@@ -289,10 +289,11 @@ class Trainer(Resumable):
             self._exchanged(exchange, names)
             exchange.bring_weights()
         finally:
-            exchange.begin()
-            exchange.is_held = not self._overlaps
-            for name in spent:
-                self._params[name].grad = None  # it holds weights, or was taken as 0
+            if not exchange.is_late:
+                exchange.begin()
+                exchange.is_held = not self._overlaps
+                for name in spent:
+                    self._params[name].grad = None  # it holds weights, or was taken as 0
 
     def _exchanged(self, exchange: GradientSync, names: list[str]) -> None:
         """Send the gradients that have not left, and wait for all."""
@@ -312,12 +313,8 @@ class Trainer(Resumable):
         if self._local is None and self._exchange is not None:
             assert self.batch_size is not None
             self._exchange.scale = self._agreed.size(self.batch_size) / self.batch_size
-            self._send_rates()
-
-    def _send_rates(self) -> None:
-        """Send the store what a scheduler has changed in the torch optimizer."""
-        if self._described is not None:
-            self._model.want(self._wanted())
+            if self._described is not None:
+                self._model.want(self._wanted())  # what a scheduler has changed
 
     def _wanted(self) -> HyperParams:
         """Return the hyper-parameters that the script wants of the store's optimizer now."""
@@ -342,7 +339,8 @@ class Trainer(Resumable):
         try:
             self._model.survive(lambda: self._exchanged(exchange, names), is_step=True)
         finally:
-            exchange.begin()
+            if not exchange.is_late:
+                exchange.begin()
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the parameters by their ``.grad / batch_size``: the second half of :meth:`step`.
@@ -369,7 +367,7 @@ class Trainer(Resumable):
         Servers drop the values of a store that every worker has closed. A later Trainer begins anew.
         """
         if self._exchange is not None:
-            self._exchange.discard()
+            self._exchange.abandon() if self._exchange.is_late else self._exchange.discard()
             self._exchange.hooks.close()
         if self._stored is not None:
             self._stored.close()

@@ -150,10 +150,10 @@ class Ticket:
         return self.value
 
 
-def finished(value: object = None) -> Ticket:
-    """Return the ticket of a finished call that returned ``value``."""
+def finished(value: object = None, error: KvpsError | None = None) -> Ticket:
+    """Return the ticket of a finished call that returned ``value``, or failed with ``error``."""
     ticket = Ticket()
-    ticket.end(value, None)
+    ticket.end(value, error)
     return ticket
 
 

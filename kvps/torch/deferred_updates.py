@@ -38,7 +38,7 @@ from typing import Any, cast
 import torch
 from torch.utils._pytree import tree_leaves
 
-from kvps.errors import ConfigError, EpochChanged
+from kvps.errors import ConfigError, EpochChanged, Timeout
 from kvps.torch.sync.in_flight import InFlight
 from kvps.torch.sync.parameter_sync import ParameterSync
 from kvps.torch.sync.steps import plain_step
@@ -132,6 +132,10 @@ class ForwardOverlap:
     def put_off(self, names: Iterable[str]) -> None:
         """Defer the update of these parameters until somebody reads them."""
         self._compilations.watch()
+        self.finish(self._mark(names))
+
+    def _mark(self, names: Iterable[str]) -> list[str]:
+        """Let parameters wait for their update; return those that cannot."""
         now = []
         for name in names:
             param = self._params[name]
@@ -141,7 +145,7 @@ class ForwardOverlap:
                 cast("PendingParameter", param)._kvps_owner = self
             else:
                 now.append(name)
-        self.finish(now)
+        return now
 
     def finish(self, names: Iterable[str] | None = None) -> None:
         """Make the updates of these parameters now, or all deferred updates."""
@@ -233,6 +237,10 @@ class DeferredUpdates(ForwardOverlap):
         try:
             for bucket in buckets.values():
                 bucket.wait()
+        except Timeout:
+            self._buckets.update(buckets)
+            self._mark(buckets)  # the next reader waits on
+            raise
         except EpochChanged as error:
             self._buckets.clear()
             self.forget()

@@ -171,8 +171,7 @@ class DistributedOptimizer(WrappedOptimizer):
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"optimizer: give a torch optimizer, got {type(optimizer).__name__}")
-        if isinstance(optimizer, DistributedOptimizer):
-            check_plain(optimizer, "DistributedOptimizer")
+        check_plain(optimizer, "DistributedOptimizer")
         if op not in OPS:
             raise ConfigError(f"op={op!r}: use one of {', '.join(OPS)}")
         self._inner = optimizer
@@ -212,7 +211,7 @@ class DistributedOptimizer(WrappedOptimizer):
             op=op,
             optimizer_state=in_words(optimizer) if self._on_store else "",
         )
-        self._model = ParameterSync(kv, params, None if self._on_store else self._forget)
+        self._model = ParameterSync(kv, params, None if self._on_store else lambda: optimizer.state.clear())
         self._model.spread(buffers, self._described.now() if self._on_store else None)
         self._stored: StateInStore | None = None
         """The state of the wrapped optimizer, if it runs in the store."""
@@ -243,9 +242,7 @@ class DistributedOptimizer(WrappedOptimizer):
         )
         if self._steps.is_behind and find_unused:
             refuse("with find_unused=True, steps push other parameters", "do without find_unused")
-        self._used = None
-        if find_unused:
-            self._used = Agreement(kv.num_workers, len(params), options_of(kv))
+        self._used = Agreement(kv.num_workers, len(params), options_of(kv)) if find_unused else None
         self._overflow: Agreement | None = None
         self._is_synchronized = False
         self._late: DeferredUpdates | None = None
@@ -530,9 +527,6 @@ class DistributedOptimizer(WrappedOptimizer):
             if is_used and name in lacks:
                 self._model.params[name].grad = self._exchange.nothing_for(name)
         self._exchange.complete()
-
-    def _forget(self) -> None:
-        self._inner.state.clear()
 
     # --- rates ------------------------------------------------------------------------------------
 

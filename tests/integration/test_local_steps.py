@@ -611,9 +611,9 @@ def test_after_a_timeout_the_merge_is_waited_for_again() -> None:
             if rank == 0:
                 with pytest.raises(kvps.Timeout):
                     optimizer.step()
-                kv._timeout_s = 30.0  # of the next attempt: that of the pull has begun
                 with pytest.raises(kvps.Timeout):
                     outer.pull()
+                kv._timeout_s = 30.0
                 both_pushed.wait(30)
                 outer.sync()
             else:

@@ -29,14 +29,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
 from kvps.core.nonfinite import count_nonfinite
-from kvps.errors import ConfigError, EpochChanged, NonFinite, Timeout
+from kvps.errors import ConfigError, EpochChanged, NonFinite
 from kvps.phrases import names_in_words
-from kvps.runtime.ticket import Handle
 from kvps.store import residual_state
 from kvps.store.catch_up import refuse
 from kvps.store.create import create_dist
@@ -57,6 +56,7 @@ from kvps.torch.local_steps.fragments import Schedule, fragments_of
 from kvps.torch.local_steps.gate import Gate, counted, factor_of
 from kvps.torch.local_steps.pace import MeanStore, Pace
 from kvps.torch.sync.agreement import buffers_of, check_plain, demand_same
+from kvps.torch.sync.in_flight import Answer
 from kvps.torch.sync.parameter_sync import carried, named, put_back, until_made
 from kvps.torch.sync.steps import Steps, check_groups
 
@@ -66,16 +66,6 @@ TIMEOUT_S = 3600.0
 """Seconds that a merge may wait for other workers, which may have hundreds of steps to make."""
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """The type of the servers' weights where the model's is too coarse for their small updates."""
-
-
-class FragmentInFlight(NamedTuple):
-    """A fragment on its way."""
-
-    handle: Handle
-    values: list[torch.Tensor]
-    """Its pseudo-gradients, which the merged weights replace."""
-    share: float = 1.0
-    """The part of its weight by which it counts; so much of ``alpha`` remains of the local weights."""
 
 
 class DiLoCo:
@@ -196,7 +186,10 @@ class DiLoCo:
         self._outer = OuterNumbers(outer)
         self._inner = inner_optimizer
         self._hook: Any = None
-        self._away: FragmentInFlight | None = None
+        self._away: Answer | None = None
+        """The fragment on its way: its pseudo-gradients, which the merged weights replace."""
+        self._share = 1.0
+        """The part of its weight by which it counts; so much of ``alpha`` remains of the local weights."""
         self.syncs, self.wait_s, self.age = 0, 0.0, 0
         options = StoreOptions.of(timeout, on_worker_lost, worker_grace)
         self._stores = tuple(
@@ -403,16 +396,15 @@ class DiLoCo:
                 "either; and check the loss and the inner learning rate"
             )
         weight = self._weight.of(fragment)
-        share = 1.0 if self._gate is None else self._gate.share_of(fragment, deltas)
-        deltas, weight = counted(share, deltas, weight)
+        self._share = 1.0 if self._gate is None else self._gate.share_of(fragment, deltas)
+        deltas, weight = counted(self._share, deltas, weight)
         try:
-            handle = self._stores[fragment].pushpull(
-                list(names), deltas, out=deltas, weight=weight, async_op=True
-            )
+            kv = self._stores[fragment]
+            handle = kv.pushpull(list(names), deltas, out=deltas, weight=weight, async_op=True)
         except EpochChanged as error:
             self._go_on(error)
             return
-        self._away = FragmentInFlight(handle, deltas, share)
+        self._away = Answer(handle.wait, kv, dict(zip(names, deltas, strict=True)))
         self._weight.left(fragment)
         if self._gate is not None:
             self._gate.left(fragment)
@@ -442,38 +434,25 @@ class DiLoCo:
         ``alpha``."""
         if self._away is None:
             return
-        share = (self._alpha if alpha is None else alpha) * self._away.share
+        share = (self._alpha if alpha is None else alpha) * self._share
         fragment = self._schedule.in_flight
         assert fragment is not None
         began = time.monotonic()
         try:
-            self._away.handle.wait()
+            self._away.wait()
             if self._pace is not None:
                 self._schedule.set_period(self._pace.next_steps())
         except EpochChanged as error:
             self._go_on(error)
             return
-        except Timeout:
-            self._ask_again(fragment)
-            raise
         finally:
             self.wait_s += time.monotonic() - began
-        for name, value in zip(self._fragments[fragment], self._away.values, strict=True):
+        for name, value in self._away.values.items():
             self._adopt(self._start, name, value, share)
         self._away = None
         self._schedule.taken()
         self.syncs += 1
         self.age = int(self._stores[fragment].metrics()["push_age"])
-
-    def _ask_again(self, fragment: int) -> None:
-        """Ask for the merged weights of a fragment whose pushpull() has ended too early.
-
-        Its push counts all the same. To push again what the fragment has learned would count it twice.
-        """
-        assert self._away is not None
-        names, values = list(self._fragments[fragment]), self._away.values
-        handle = self._stores[fragment].pull(names, out=values, async_op=True)
-        self._away = FragmentInFlight(handle, values)
 
     def _adopt(self, start: dict[str, torch.Tensor], name: str, value: torch.Tensor, alpha: float) -> None:
         """Begin again from a merged ``value``, of which ``alpha`` is left to the local one."""

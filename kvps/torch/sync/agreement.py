@@ -30,6 +30,7 @@ from kvps.store.kvstore import KVStore
 from kvps.store.options import StoreOptions
 from kvps.store.server_store import DistStore
 from kvps.tensors import NAMES
+from kvps.torch.sync.in_flight import Answer
 from kvps.torch.sync.parameter_sync import ParameterSync
 
 log = logging.getLogger("kvps")
@@ -93,6 +94,8 @@ class Agreement:
 
     def __init__(self, workers: int, count: int, options: StoreOptions) -> None:
         self._kv: DistStore | None = None
+        self._answer: Answer | None = None
+        """To flags that were told; after a Timeout they count."""
         if workers > 1:
             self._kv = create_dist("dist_sync", "agreement", options)
             self._kv.init("flags", torch.zeros(count, dtype=torch.float32, device="cpu"))
@@ -111,8 +114,13 @@ class Agreement:
         """
         if self._kv is None:
             return flags.bool()
-        found: torch.Tensor = self._kv.pushpull("flags", flags.to("cpu", torch.float32))
-        return found > 0
+        if self._answer is None:
+            found = flags.to("cpu", torch.float32)
+            handle = self._kv.pushpull("flags", found, out=found, async_op=True)
+            self._answer = Answer(handle.wait, self._kv, {"flags": found})
+        self._answer.wait()
+        answer, self._answer = self._answer, None
+        return answer.values["flags"] > 0
 
 
 class AgreedBatch:

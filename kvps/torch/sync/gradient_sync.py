@@ -22,7 +22,10 @@ another pass). A front end whose scripts may discard gradients keeps them until
 :meth:`GradientSync.complete` (:attr:`GradientSync.is_held`). A sparse gradient leaves as rows,
 where the store knows what changed: then rows of the sum come back, or those that are new of the
 weight, which are written when they are waited for. An error of the store does not end backward,
-whose caller could not know what to do about it: it is raised by the next :meth:`wait`.
+whose caller could not know what to do about it: it is raised by the next :meth:`wait`. After a
+Timeout the next :meth:`wait` waits on, since what was pushed counts; until then the step can
+neither be discarded nor get other gradients, which the other workers would not see
+(:attr:`GradientSync.is_late`).
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from kvps.errors import ConfigError, EpochChanged, KvpsError
+from kvps.errors import ConfigError, EpochChanged, KvpsError, Timeout
 from kvps.phrases import names_in_words
 from kvps.runtime.device import CallsBehindKernels, is_away
 from kvps.runtime.ticket import Handle, finished
@@ -45,12 +48,10 @@ from kvps.store.rows import has_rows
 from kvps.store.server_store import DistStore
 from kvps.torch.sync.gradient_memory import GradientMemory
 from kvps.torch.sync.in_flight import (
-    BegunElsewhere,
+    Answer,
     Buckets,
     GradientBucket,
-    HeldBucket,
     InFlight,
-    Pending,
     SparseBucket,
     bucket_bytes,
 )
@@ -130,14 +131,11 @@ class GradientSync:
         # Other stores' calls may be collective: all ranks make them in the order of their scripts.
         is_early = isinstance(model.kv, DistStore) and not is_stepwise
         devices = {param.device for param in model.params.values() if is_early and is_away(param)}
-        self._begin_call: Callable[[Callable[[], Handle]], Pending] = lambda call: call()
-        """Begins a call of the store: in this thread, or behind the kernels of devices."""
+        self._behind = CallsBehindKernels(devices) if devices else None
+        """Begins calls of the store behind the kernels of devices; None for this thread."""
         self._follows_chunks = is_early and not devices
         """Whether a bucket waits for the gradients that complete its chunks; a call that disturbs
         nothing may carry parts of chunks."""
-        if devices:
-            behind = CallsBehindKernels(devices)
-            self._begin_call = lambda call: BegunElsewhere(behind.begin(call))
         sizes = {name: param.numel() * param.element_size() for name, param in model.params.items()}
         self._is_whole = is_whole
         if is_whole or is_stepwise:
@@ -159,12 +157,14 @@ class GradientSync:
         self._arranged: list[str] = []
         """The parameters whose chunks the buckets know; none after a failure, as keys may be placed anew."""
         self._failure: Exception | None = None
+        self.is_late = False
+        """The last :meth:`wait` ended with Timeout; gradients are still under way."""
         self._collected: set[str] = set()
         """The parameters whose gradients backward has handed to the buckets in this step."""
         self._advice = advice
         self._is_begun = False
         self._end = PassEnd()
-        self.hooks = ParameterHooks(model, passes, self._memory.take if is_stepwise else self._on_gradient)
+        self.hooks = ParameterHooks(model, passes, self._take if is_stepwise else self._on_gradient)
 
     # --- backward ---------------------------------------------------------------------------------
 
@@ -177,7 +177,12 @@ class GradientSync:
         finally:
             self._is_local = before
 
+    def _take(self, name: str) -> None:
+        self._demand_end()
+        self._memory.take(name)
+
     def _on_gradient(self, name: str) -> None:
+        self._demand_end()
         gradient = self._model.params[name].grad
         if name in self.values:
             self._check_fresh(name, gradient)
@@ -302,19 +307,21 @@ class GradientSync:
             elif self.scale != 1.0:
                 torch._foreach_mul_(values, self.scale)
         by_name = dict(zip(names, values, strict=True))
-        bucket: InFlight
         if self._holder is not None and all(is_row(self._model.params[name]) for name in names):
-            held = partial(self._holder.pushpull_held, names, values, number)
-            bucket = HeldBucket(by_name, self._begin_call(held))
+            call = partial(self._holder.pushpull_held, names, values, number)
         else:
-            bucket = GradientBucket(
-                by_name,
-                self._begin_call(partial(self._pushpull, names, values, out, number)),
-                self._divisor,
-                sparse & by_name.keys(),
-                is_marked=adds_plainly(self._model.kv),
-            )
+            call = partial(self._pushpull, names, values, out, number)
+        answer = Answer(self._begun(call), self._model.kv, dict(zip(names, out, strict=True)))
+        is_marked = adds_plainly(self._model.kv)
+        bucket = GradientBucket(by_name, answer, self._divisor, sparse & by_name.keys(), is_marked=is_marked)
         self._have_left(names, bucket)
+
+    def _begun(self, call: Callable[[], Handle]) -> Callable[[], object]:
+        """Begin a call of the store; return what waits for its end."""
+        if self._behind is None:
+            return call().wait
+        begun = self._behind.begin(call)
+        return lambda: begun.result().wait()
 
     def _pushpull(
         self, names: list[str], values: list[torch.Tensor], out: list[torch.Tensor], number: int
@@ -326,7 +333,10 @@ class GradientSync:
             # The first layers are needed first, in the next forward pass. Within one level chunks go to all
             # servers in turns.
             levels = [-(LEVELS * index // len(names)) for index in range(len(names))]
-            kv.pushpull(names, values, out=out, priority=levels)
+            try:
+                kv.pushpull(names, values, out=out, priority=levels)
+            except Timeout as error:
+                return Handle(finished(error=error), lambda: None)
         else:
             for index, name in enumerate(names):  # a plug-in need not take lists
                 kv.pushpull(name, values[index], out=out[index], priority=-index)
@@ -353,9 +363,8 @@ class GradientSync:
     def nothing_for(self, name: str) -> torch.Tensor:
         """Return a gradient of 0 for a parameter, in the layout in which its gradients leave."""
         param = self._model.params[name]
-        if self._tables is not None and name in self._tables:
-            return torch.zeros_like(param, requires_grad=False, layout=torch.sparse_coo)
-        return torch.zeros_like(param, requires_grad=False)
+        layout = torch.sparse_coo if name in (self._tables or ()) else torch.strided
+        return torch.zeros_like(param, requires_grad=False, layout=layout)
 
     def gradient(self, name: str) -> torch.Tensor:
         """Return a gradient that is here."""
@@ -394,9 +403,8 @@ class GradientSync:
         discarded = [name for name in self.values if self._model.params[name].grad is None]
         if discarded and self._brings_weights:
             raise self._taken_back(discarded)
-        if self._is_released:
-            for name in discarded:
-                self._away.pop(name, None)
+        for name in discarded if self._is_released else ():
+            self._away.pop(name, None)
         changed = self.changed(self._away)
         if changed:
             raise ConfigError(
@@ -444,11 +452,21 @@ class GradientSync:
         wanted = list(self._away) if names is None else names
         buckets = {id(self._away[name]): self._away[name] for name in wanted if name in self._away}
         failure, self._failure = self._failure, None
+        if isinstance(failure, Timeout):
+            raise failure  # of the end of backward; another call waits on
+        self.is_late = False
         for bucket in buckets.values():
             try:
                 bucket.wait()
                 self._deliver(bucket)
                 self._arrived.append(bucket)
+            except Timeout as error:
+                self.is_late = True
+                failure = error if failure is None else failure
+                self._memory.give_up(bucket.values)
+                for name in bucket.values:
+                    self._note(name)
+                continue
             except Exception as error:  # of torch, too: a device may be gone
                 self._memory.give_up(bucket.values)
                 self._arranged = []
@@ -503,24 +521,34 @@ class GradientSync:
         Raises:
             ConfigError: if some have left that cannot be taken back. KvpsError: as :meth:`wait`.
         """
+        self._demand_end()
         gone = list(self.values) if self._brings_weights else []
         self.abandon()
         if gone:
             raise self._taken_back(gone)
 
     def abandon(self) -> None:
-        """Wait for the buckets that are under way, and begin anew.
+        """Wait for the buckets that are under way, if that has not failed before, and begin anew.
 
         Raises:
             KvpsError: as :meth:`wait`.
         """
         try:
-            self.wait()
+            if not self.is_late:
+                self.wait()
         finally:
             self.begin()
 
+    def _demand_end(self) -> None:
+        if self.is_late:
+            raise ConfigError(
+                "the last step ended with Timeout, but its gradients count, and it is still under way: call "
+                "step() again, which waits on, before the next zero_grad() or backward()"
+            )
+
     def begin(self) -> None:
         """A step is over: later gradients are of the next."""
+        self.is_late = False
         self._buckets.begin()
         self.hooks.begin()
         self._away.clear()

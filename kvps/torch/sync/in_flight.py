@@ -1,7 +1,7 @@
 """Gradients that leave together: the buckets that they are collected in, and their results.
 
 A sum comes back where the gradients were. Weights stay where the servers have them until they are
-written to the parameters (:class:`HeldBucket`); from stores that cannot leave them there, they
+written to the parameters; from stores that cannot leave them there, they
 come where the gradients were.
 
 Gradient buckets: which gradients leave together during backward, and their order.
@@ -24,14 +24,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from concurrent.futures import Future
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 
 from kvps.core.worker.consistent_read import HeldValues
-from kvps.errors import ConfigError
-from kvps.runtime.ticket import Handle
+from kvps.errors import ConfigError, Timeout
+from kvps.store.base import Store
+from kvps.store.server_store import DistStore
 from kvps.torch.sync.sparse_gradients import sum_of
 
 BUCKET_BYTES = 4 << 20
@@ -142,34 +142,38 @@ class Buckets:
         self._to_come = len(self._chunks)
 
 
-class Pending(Protocol):
-    """A call of a store under way."""
+class Answer:
+    """The answer to a push and pull. After a Timeout the next :meth:`wait` waits on.
 
-    def wait(self) -> object:
-        """Wait until it is over, and return its result.
-
-        Raises:
-            KvpsError: if it failed.
-        """
-
-
-class BegunElsewhere:
-    """A call that another thread begins.
+    The push counts once, and a pull waits for its round. To push again would count it twice.
 
     Args:
-        handle: of the call, once it is begun.
+        wait: waits for the end of the call; of a store without servers it waits on by itself.
+        kv: the store.
+        values: by name, the tensors in which the values come back.
     """
 
-    def __init__(self, handle: Future[Handle]) -> None:
-        self._handle = handle
+    def __init__(self, wait: Callable[[], object], kv: Store, values: dict[str, torch.Tensor]) -> None:
+        self._wait = wait
+        self._kv = kv
+        self.values = values
 
     def wait(self) -> object:
-        """Wait until the call is begun, and over.
+        """Wait until it is there; return the result of the call, or None after a Timeout.
 
         Raises:
-            KvpsError: if it failed, or could not begin.
+            KvpsError: if the call failed.
         """
-        return self._handle.result().wait()
+        try:
+            return self._wait()
+        except Timeout:
+            if isinstance(self._kv, DistStore):
+                self._wait = self._pull
+            raise
+
+    def _pull(self) -> None:
+        self._kv.pull(list(self.values), out=list(self.values.values()))
+        self._wait = lambda: None
 
 
 class InFlight(Protocol):
@@ -179,7 +183,7 @@ class InFlight(Protocol):
     """Name -> the tensor in which its weight or dense sum comes back."""
 
     def wait(self) -> None:
-        """Wait until they are back.
+        """Wait until they are back; after a Timeout, wait on.
 
         Raises:
             KvpsError: if they have failed.
@@ -198,7 +202,7 @@ class GradientBucket:
 
     Args:
         values: by name, the tensors in which they come back.
-        handle: of the store's call.
+        answer: to the store's call.
         divisor: of the results.
         sparse: the parameters whose gradients were sparse, and shall be.
         is_marked: as :func:`~kvps.torch.sync.sparse_gradients.sum_of` has it.
@@ -207,14 +211,14 @@ class GradientBucket:
     def __init__(
         self,
         values: dict[str, torch.Tensor],
-        handle: Pending,
+        answer: Answer,
         divisor: int,
         sparse: set[str],
         *,
         is_marked: bool,
     ) -> None:
         self.values = values
-        self._handle = handle
+        self._answer = answer
         self._divisor = divisor
         self._sparse = sparse
         self._is_marked = is_marked
@@ -225,7 +229,7 @@ class GradientBucket:
         Raises:
             KvpsError: if they have failed.
         """
-        self._handle.wait()
+        self._answer.wait()
         if self._divisor != 1:
             with torch.no_grad():
                 torch._foreach_div_(list(self.values.values()), self._divisor)
@@ -237,42 +241,14 @@ class GradientBucket:
         return sum_of(value, value, is_marked=self._is_marked) if name in self._sparse else value
 
     def bring(self, names: Iterable[str], params: Mapping[str, torch.Tensor]) -> None:
-        """Write weights from where the gradients were."""
+        """Write weights from where the servers have them, then all, or from where the gradients were."""
+        held = self._answer.wait()
         with torch.no_grad():
+            if isinstance(held, HeldValues):
+                held.copy_to([params[name].detach() for name in self.values])
+                return
             for name in names:
                 params[name].copy_(self.values[name])
-
-
-class HeldBucket:
-    """Gradients that have left as they are in memory; weights come back, and stay where the
-    servers have them.
-
-    Args:
-        values: the gradients, by name.
-        handle: of the store's call, which returns :class:`~kvps.core.worker.consistent_read.HeldValues`.
-    """
-
-    def __init__(self, values: dict[str, torch.Tensor], handle: Pending) -> None:
-        self.values = values
-        self._handle = handle
-
-    def wait(self) -> None:
-        """Wait until they are back.
-
-        Raises:
-            KvpsError: if they have failed.
-        """
-        self._handle.wait()
-
-    def gradient(self, name: str) -> torch.Tensor:
-        """Return the gradient as it left."""
-        return self.values[name]
-
-    def bring(self, names: Iterable[str], params: Mapping[str, torch.Tensor]) -> None:
-        """Write all weights of the bucket, once."""
-        held = cast("HeldValues", self._handle.wait())
-        with torch.no_grad():
-            held.copy_to([params[name].detach() for name in self.values])
 
 
 class SparseBucket:

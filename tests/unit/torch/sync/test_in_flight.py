@@ -1,6 +1,6 @@
-"""Gradients whose call another thread begins: its result and its errors come to whoever waits."""
+"""Gradients that leave together, and the answers that they wait for."""
 
-from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,28 +13,30 @@ from kvps.runtime.ticket import Handle, finished
 from kvps.torch.sync.in_flight import (
     BUCKET_BYTES,
     DEVICE_BYTES,
-    BegunElsewhere,
+    Answer,
     Buckets,
     GradientBucket,
     bucket_bytes,
 )
 
 
-def test_a_bucket_waits_for_a_call_that_is_begun_elsewhere_and_divides_once() -> None:
+def bucket_of(value: torch.Tensor, wait: Any, divisor: int = 1) -> GradientBucket:
+    kv: Any = SimpleNamespace()
+    return GradientBucket({"w": value}, Answer(wait, kv, {"w": value}), divisor, set(), is_marked=False)
+
+
+def test_a_bucket_divides_once() -> None:
     value = torch.rand(4)
     expected = value / 2
-    begun: Future[Handle] = Future()
-    bucket = GradientBucket({"w": value}, BegunElsewhere(begun), 2, set(), is_marked=False)
-    begun.set_result(Handle(finished(), lambda: None))
+    bucket = bucket_of(value, Handle(finished(), lambda: None).wait, 2)
     bucket.wait()
     bucket.wait()
     assert torch.equal(bucket.gradient("w"), expected)
 
 
-def test_an_error_at_the_beginning_is_raised_by_each_wait() -> None:
-    begun: Future[Handle] = Future()
-    begun.set_exception(KvpsError("no server has joined yet"))
-    bucket = GradientBucket({"w": torch.rand(4)}, BegunElsewhere(begun), 1, set(), is_marked=False)
+def test_an_error_is_raised_by_each_wait() -> None:
+    failed = finished(error=KvpsError("no server has joined yet"))
+    bucket = bucket_of(torch.rand(4), Handle(failed, lambda: None).wait)
     for _ in range(2):
         with pytest.raises(KvpsError, match="no server has joined yet"):
             bucket.wait()

@@ -1,0 +1,108 @@
+"""Steps that end with Timeout: the next step() of each front end waits on, and what was pushed counts once."""
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kvps
+import kvps.torch
+
+STEPS, LATE = 4, 2
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "workers": {},
+    "workers-unused": {"find_unused": True},
+    "workers-forward": {"overlap_forward": True},
+    "servers": {"update_on_kvstore": True},
+    "servers-overlap": {"update_on_kvstore": True, "overlap_backward": True},
+    "servers-forward": {"update_on_kvstore": True, "overlap_forward": True},
+    "servers-clip": {"update_on_kvstore": True, "clip_global_norm": 0.1},
+}
+TRAINERS: dict[str, dict[str, Any]] = {
+    "trainer": {},
+    "trainer-overlap": {"overlap": True},
+    "trainer-workers": {"update_on_kvstore": False},
+    "trainer-workers-overlap": {"update_on_kvstore": False, "overlap": True},
+}
+
+
+def front_end(name: str, model: torch.nn.Module) -> tuple[list[Any], Callable[[], None]]:
+    """Return the stores of a front end, and its step."""
+    kv = kvps.create("dist_sync", average=name in OPTIMIZERS, name="model", timeout=30)
+    if name in TRAINERS:
+        trainer = kvps.Trainer(model, "adam", {"lr": 0.1}, kvstore=kv, **TRAINERS[name])
+        return [kv], lambda: trainer.step(2)
+    inner = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = kvps.torch.DistributedOptimizer(inner, model, kv, **OPTIMIZERS[name])
+    return [kv if optimizer._used is None else optimizer._used._kv], optimizer.step
+
+
+def train(name: str, *, is_late: bool, is_refused: bool = False) -> list[torch.Tensor]:
+    """Return the weights of two workers; with ``is_late`` one of them waits for the other in vain at first, and
+    with ``is_refused`` it goes on to another batch."""
+    gave_up = threading.Event()
+    torch.manual_seed(0)
+    first = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+    def work(rank: int) -> torch.Tensor:
+        model = copy.deepcopy(first)
+        stores, step = front_end(name, model)
+
+        def forward() -> torch.Tensor:
+            return model(torch.full((2, 3), float(rank + number))).square().mean()
+
+        for number in range(LATE + 1 if is_refused else STEPS):
+            if is_late and number == LATE and rank == 1:
+                assert gave_up.wait(30)
+            for kv in stores:
+                kv._timeout_s = 0.2 if is_late and number == LATE and rank == 0 else 30.0
+            model.zero_grad()
+            forward().backward()
+            if not is_late or number != LATE or rank != 0:
+                step()
+                continue
+            give_up(name, step, forward)
+            if is_refused:
+                with pytest.raises(kvps.ConfigError, match="still under way: call step"):
+                    forward().backward()
+                gave_up.set()
+                break
+            gave_up.set()
+            for kv in stores:
+                kv._timeout_s = 30.0
+            if "forward" not in name:
+                step()
+        return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+    with kvps.LocalCluster(workers=2, servers=2) as cluster:
+        return cluster.run(work)
+
+
+def give_up(name: str, step: Callable[[], None], forward: Callable[[], torch.Tensor]) -> None:
+    """Wait in vain, twice."""
+    if "forward" in name:
+        step()
+        for _ in range(2):
+            with pytest.raises(kvps.Timeout):
+                forward()
+        return
+    for _ in range(2):
+        with pytest.raises(kvps.Timeout):
+            step()
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *TRAINERS])
+def test_next_step_waits_on_after_a_timeout(name: str) -> None:
+    (a, b), (c, d) = train(name, is_late=True), train(name, is_late=False)
+    assert torch.equal(a, b)
+    assert torch.equal(c, d)
+    torch.testing.assert_close(a, c, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["workers", "servers", "trainer"])
+def test_another_pass_after_a_timeout_is_refused(name: str) -> None:
+    """Its gradients would be dropped here, while the other workers make their step."""
+    train(name, is_late=True, is_refused=True)
