@@ -163,10 +163,3 @@ def test_next_job_begins_with_the_first() -> None:
 def test_range_that_ends_below_its_beginning_is_refused() -> None:
     with pytest.raises(ConfigError, match="--workers 3:2: the second number is the most workers"):
         Settings(3, 1, most_workers=2)
-
-
-def test_standbys_do_not_know_added_workers() -> None:
-    with pytest.raises(
-        ConfigError, match="--replicas 1 with --workers 2:4: the copy of a server does not know"
-    ):
-        Settings(2, 2, most_workers=4, replicas=1)
