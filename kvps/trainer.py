@@ -94,7 +94,8 @@ class Trainer(Resumable):
     module, to rank 0's values. Buffers (running means, ...) and parameters with ``requires_grad=False`` are
     not synchronised afterwards. With the update in the store, the store has the weights: load a checkpoint
     into the model before you create the Trainer, because the next step overwrites later writes to a parameter
-    (writes through ``.data``, with sparse gradients: only in updated rows).
+    (with sparse gradients: only in updated rows). A warning tells of the first, but not of writes through
+    ``.data``, which torch does not count.
 
     Args:
         params: a module, its ``named_parameters()``, or a dict name -> tensor. A parameter with two names
@@ -288,6 +289,7 @@ class Trainer(Resumable):
         try:
             self._exchanged(exchange, names)
             exchange.bring_weights()
+            self._model.note_weights()
         finally:
             if not exchange.is_late:
                 exchange.begin()
@@ -312,6 +314,7 @@ class Trainer(Resumable):
         """Scale gradients for their batch before they are pushed."""
         if self._local is None and self._exchange is not None:
             assert self.batch_size is not None
+            self._model.check_weights()
             self._exchange.scale = self._agreed.size(self.batch_size) / self.batch_size
             if self._described is not None:
                 self._model.want(self._wanted())  # what a scheduler has changed

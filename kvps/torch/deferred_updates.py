@@ -44,7 +44,8 @@ from kvps.torch.sync.parameter_sync import ParameterSync
 from kvps.torch.sync.steps import plain_step
 
 _ATTRIBUTES = (
-    "grad requires_grad is_leaf grad_fn shape ndim dtype device layout is_cpu is_cuda is_sparse is_meta"
+    "grad requires_grad is_leaf grad_fn shape ndim dtype device layout is_cpu is_cuda is_sparse is_meta "
+    "_version"
 )
 _METHODS = "size dim numel stride element_size is_contiguous is_floating_point"
 _GRAD: Any = torch.Tensor.grad
@@ -251,6 +252,7 @@ class DeferredUpdates(ForwardOverlap):
             if self._on_store:
                 for name, bucket in buckets.items():
                     bucket.bring([name], self._params)
+                self._model.note_weights(name for bucket in buckets.values() for name in bucket.values)
             else:
                 self._step(buckets)
 

@@ -116,7 +116,8 @@ class DistributedOptimizer(WrappedOptimizer):
         op: ``"average"`` divides by the number of workers in a round: workers that are lost, have left or
             have joined do not count. ``"sum"`` does not divide.
         update_on_kvstore: run the optimizer in the store. Gradients leave in ``step()``, and ``.grad`` is
-            None after it.
+            None after it. The store has the weights: the next step overwrites those that the script writes to
+            a parameter, and a warning tells of the first (not of writes through ``.data``).
         find_unused: parameters may have no gradient in some steps; a parameter without a gradient on any
             worker does not change. This costs a round trip in ``step()``, and the mean is in ``.grad`` only
             after :meth:`synchronize`: call it before you clip gradients.
@@ -327,6 +328,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 self._add_unused()
                 self._exchange.wait()
                 self._exchange.bring_weights()
+                self._model.note_weights()
         except EpochChanged as error:
             self._model.go_on(error)
         for param in self._model.params.values():
@@ -533,6 +535,7 @@ class DistributedOptimizer(WrappedOptimizer):
     def _send_rates(self) -> None:
         """Send the store the rates that a scheduler has changed."""
         if self._on_store:
+            self._model.check_weights()
             self._model.want(self._described.now())
 
     # --- what every optimizer has -----------------------------------------------------------------

@@ -724,3 +724,48 @@ def test_asynchronous_stores(store: str) -> None:
         return float(kv.pull("w"))
 
     assert run(2, work) == [-2.0, -2.0]
+
+
+def decay(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+
+
+def load(model: torch.nn.Module) -> None:
+    model.load_state_dict(net(1).state_dict())
+
+
+def swap(model: torch.nn.Module) -> None:
+    """As an evaluation with averaged weights does."""
+    kept = copy.deepcopy(model.state_dict())
+    load(model)
+    model.load_state_dict(kept)
+
+
+@pytest.mark.parametrize("front", ["plain", "overlap_forward", "overlap_backward", "Trainer"])
+@pytest.mark.parametrize(("write", "told"), [(decay, 1), (load, 1), (swap, 0)])
+def test_written_weights_that_a_step_overwrites_are_told_once(
+    front: str, write: Callable[[torch.nn.Module], None], told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with kvps.LocalCluster():
+        model, sgd = net_and_sgd()
+        if front == "Trainer":
+            trainer: Any = kvps.Trainer(model, sgd, kvstore="dist_sync")
+            step = lambda: trainer.step(1)  # noqa: E731  # as short as the other
+        else:
+            options: Any = {} if front == "plain" else {front: True}
+            trainer = DistributedOptimizer(sgd, model, update_on_kvstore=True, **options)
+            step = trainer.step
+        for _ in range(3):
+            for _ in range(2):
+                model.zero_grad()
+                loss_of(model, slice(24)).backward()
+                step()
+            write(model)
+        trainer.close()
+    texts = [
+        record.getMessage() for record in caplog.records if "has written other weights" in record.message
+    ]
+    assert len(texts) == told
+    assert all("'0.weight'" in text and "create it again" in text for text in texts)

@@ -24,6 +24,7 @@ import torch
 from kvps.core.membership_client import EXIT_CONFIG
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.errors import ConfigError, EpochChanged, Mismatch
+from kvps.phrases import names_in_words
 from kvps.store.base import KVStoreBase, Store
 from kvps.store.catch_up import refuse
 from kvps.store.create import create_own
@@ -35,6 +36,11 @@ from kvps.torch.sync.steps import Steps
 log = logging.getLogger("kvps")
 T = TypeVar("T")
 E = TypeVar("E", EpochChanged, EpochChanged | None)
+LOST_WRITES = (
+    "the script has written other weights to %s, but the optimizer runs in the store, which has the weights: "
+    "each step overwrites them. To set weights, close() the front end, write them, and create it again; or "
+    "use update_on_kvstore=False"
+)
 
 
 class ParameterSync:
@@ -60,6 +66,9 @@ class ParameterSync:
         self._forget = forget
         self._has_returned = False
         """The servers went back at least once, so that ranks may be one step apart."""
+        self._versions: dict[str, int] | None = {}
+        """Parameter -> the number of writes to it, as torch counts them, when it had the weights of the
+        store; None once the user was warned."""
 
     @property
     def kv(self) -> Store:
@@ -102,6 +111,7 @@ class ParameterSync:
         for tensor, value in zip(tensors.values(), values, strict=True):
             if value.dtype != tensor.dtype:
                 put_back(tensor, value)
+        self.note_weights()
         if self.steps.is_added and hyper is None:
             error = ConfigError(
                 "this worker was added to a job that runs, and with update_on_kvstore=False only the other "
@@ -125,6 +135,38 @@ class ParameterSync:
         """Take the weights that the store has now."""
         names = self.trained
         self.kv.pull(names, out=[self.params[name].detach() for name in names])
+        self.note_weights()
+
+    def note_weights(self, names: Iterable[str] | None = None) -> None:
+        """Note that these parameters, or all, have the weights of the store."""
+        if self._versions is not None:
+            chosen = self.params if names is None else names
+            self._versions.update([(name, self.params[name]._version) for name in chosen])
+
+    def check_weights(self) -> None:
+        """Warn once if the script has given parameters other weights than the store has.
+
+        Call it before the first gradient of a step leaves. It asks the store only if torch has counted a
+        write to a parameter: the script may have put back what was there.
+        """
+        versions = self._versions
+        if versions is None or not isinstance(self._kv, KVStore):
+            return
+        written = [
+            name
+            for name, param in self.params.items()
+            if versions[name] != param._version and param.requires_grad
+        ]
+        if not written:
+            return
+        stored = [torch.empty_like(self.params[name]) for name in written]
+        self._kv.pull(written, out=stored)
+        pairs = zip(written, stored, strict=True)
+        changed = [name for name, value in pairs if not value.equal(self.params[name])]
+        self.note_weights(written)
+        if changed:
+            self._versions = None
+            log.warning(LOST_WRITES, names_in_words(changed))
 
     # --- the optimizer in the store ---------------------------------------------------------------
 
