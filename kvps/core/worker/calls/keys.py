@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from kvps import protocol as p
+from kvps.core.membership_client import EXIT_CONFIG
 from kvps.core.placement import Part, home
 from kvps.core.worker import plan as plans
 from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, bulk, frozen, settle
@@ -21,7 +22,7 @@ from kvps.core.worker.consistent_read import Step, loaded, read
 from kvps.core.worker.plan import ANY, Key, PieceLocation, alike, make
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID, BY_NAME, Spec
-from kvps.errors import REFUSED, Mismatch
+from kvps.errors import REFUSED, ConfigError, Mismatch
 from kvps.phrases import some_of
 from kvps.protocol.envelope import ENTRIES_MAX, Packet
 
@@ -70,7 +71,11 @@ class OpenStore(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         opened = replace(self.opened, life=store.opened.life)
-        answers = yield store.everywhere(opened)
+        try:
+            answers = yield store.everywhere(opened)
+        except ConfigError as error:
+            error.exit_code = EXIT_CONFIG  # a process that is started again would be refused, too
+            raise
         lives = [answer.message.life for answer in answers if isinstance(answer.message, p.Opened)]
         store.opened = replace(opened, life=max([opened.life, *lives]))
         store.worker_grace_s, store.timeout_s = self.worker_grace_s, self.timeout_s

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from kvps.core.membership_client import EXIT_CONFIG
 from kvps.core.worker import calls, closed_stores
 from kvps.core.worker.closed_stores import AGAIN_S, ClosedStores
 from kvps.errors import ConfigError, Timeout
-from kvps.protocol.membership import Barrier, Done, Released
+from kvps.protocol.membership import Barrier, Done, Error, Released
 from kvps.protocol.stores import Close, Closed, Open, StoreLife
 from kvps.protocol.values import Push
 from tests.support.worker_harness import Bench, opened, pull, push
@@ -45,6 +46,17 @@ def test_close_is_said_until_all_have_answered() -> None:
     assert len(worker.sent(Close)) == 4
     assert "kv" not in worker.core.stores
     assert worker.core.figures("kv") == {"epoch": 0}
+
+
+def test_process_whose_store_has_ended_is_not_worth_a_restart() -> None:
+    worker = bench()
+    close(worker)
+    ticket = worker.call(calls.OpenStore("kv", opened(), 240.0))
+    for server in (0, 1):
+        worker.server(server, Error(worker.seqs(Open, server)[-1], ConfigError.code, "its values are gone"))
+    error = worker.error(ticket)
+    assert isinstance(error, ConfigError)
+    assert error.exit_code == EXIT_CONFIG
 
 
 @pytest.mark.spec("R416", "R417")
