@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -234,7 +236,13 @@ def command(name: str) -> Callable[[Callable[[Sequence[str]], int]], Callable[..
         def run(argv: Sequence[str] | None = None) -> int:
             words = list(sys.argv[1:] if argv is None else argv)
             try:
-                return main(words)
+                try:
+                    return main(words)
+                finally:
+                    print(end="", flush=True)  # an error at the interpreter's end cannot be caught
+            except BrokenPipeError:  # the reader, such as head, has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                return 128 + signal.SIGPIPE
             except KvpsError as error:
                 is_json = logs.wants_json(words)
                 print(logs.complaint(name, error) if is_json else f"{name}: {error}", file=sys.stderr)

@@ -1,7 +1,10 @@
 """What all commands have in common: help, version, speed, mistakes."""
 
+import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +35,17 @@ def test_version(processes: Processes, command: str) -> None:
     asked = processes.start(name, BIN / name, *words, "--version")
     assert asked.wait() == 0
     assert asked.out == f"{command} {kvps.__version__}\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_command_whose_reader_has_ended_ends_in_silence(unbuffered: str, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    keygen = [BIN / "kvps", "keygen", tmp_path / "keys"]
+    ran = subprocess.run(keygen, stdout=writer, stderr=subprocess.PIPE, env=env, timeout=60)
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 @pytest.fixture(scope="module")
