@@ -105,7 +105,7 @@ def _copy(copy: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _member(member: Mapping[str, Any]) -> tuple[str, ...]:
     name = f"{member['role']} {member['rank']}"
-    if member["state"] == "empty":
+    if not member["incarnation"]:  # nobody has held its seat
         return name, member["state"], "", "", "", "", "", member["presence"]
     memory = bytes_in_words(member["memory_bytes"]) if member["role"] == "server" else ""
     if memory and member["limit_bytes"]:

@@ -388,7 +388,7 @@ class Seat:
             if silent_s >= SILENT_AFTER_S:
                 return f"silent for {silent_s:.0f} s"
             return self.progress.words(now) if self.node.role is Role.WORKER else "alive"
-        if self.state is State.EMPTY:
+        if self.state in (State.EMPTY, State.VACANT):
             return "not joined yet"
         return f"{self.state.value} for {now - self.lost_at:.0f} s: {self.reason}"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvps.core.scheduler.seat import SEATS_MAX, Claims, Seat, SeatLink, Settings
+from kvps.core.scheduler.seat import SEATS_MAX, Claims, Seat, SeatLink, Settings, State
 from kvps.errors import ConfigError
 from kvps.protocol.envelope import Node, Role
 from kvps.protocol.membership import Hello, Leave
@@ -54,7 +54,8 @@ def test_lost_member_may_still_say_how_it_ended() -> None:
 
 
 def test_how_a_holder_stands_in_words() -> None:
-    assert Seat(Node(Role.WORKER, 0)).presence(9.0) == "not joined yet"
+    for state in (State.EMPTY, State.VACANT):
+        assert Seat(Node(Role.WORKER, 0), state=state).presence(9.0) == "not joined yet"
     seat = held()
     assert seat.presence(seat.heard_at + 2) == "alive, has made no call yet"
     assert seat.presence(seat.heard_at + 3) == "silent for 3 s"
