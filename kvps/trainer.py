@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -411,6 +411,18 @@ class Trainer(Resumable):
         else:
             states = self._local.all_states()
             self._local.put(broadcast_object(states, last, kvstore_options=options))
+
+    @property
+    def param_groups(self) -> NoReturn:
+        """Refuse to be stepped by a GradScaler.
+
+        Raises:
+            AttributeError: always, as ``hasattr()`` expects.
+        """
+        raise AttributeError(
+            "a Trainer has no param_groups, by which a GradScaler finds gradients: use autocast with "
+            "bfloat16, which needs no scaler, or kvps.torch.DistributedOptimizer, which a GradScaler can step"
+        )
 
     # --- the optimizer ------------------------------------------------------------------------------
 

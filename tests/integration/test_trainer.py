@@ -293,3 +293,13 @@ def test_in_async_every_push_is_a_step(store: str) -> None:
         assert kv.pull("w").item() == -3.0
 
     run(2, work)
+
+
+def test_grad_scaler_that_steps_a_trainer_is_told_what_to_use() -> None:
+    model = net()
+    trainer = kvps.Trainer(model, "sgd")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(INPUTS).sum()).backward()
+    with pytest.raises(AttributeError, match="bfloat16, which needs no scaler, or kvps"):
+        scaler.step(trainer)
+    assert not hasattr(trainer, "param_groups")
