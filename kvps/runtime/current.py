@@ -68,6 +68,20 @@ def claim(tensors: Iterable[torch.Tensor]) -> Callable[[], bool]:
     return lambda: any(len(users) > 1 for users in found)
 
 
+def demand_own_device(is_shared: bool, waits: str, device: torch.device) -> None:
+    """Check that no other worker of this process trains on a device, by the answer to :func:`claim`.
+
+    Raises:
+        ConfigError: that ``waits``, whose backward pass waits for other workers, would wait for ever.
+    """
+    if is_shared:
+        raise ConfigError(
+            f"{waits}: several workers of this process train on {device}, where torch runs their backward "
+            "passes one after another, and one that waits for the others would wait for ever. Start a "
+            "process for each worker (kvps-launch), or give each worker its own device"
+        )
+
+
 def enter(cluster: CurrentCluster) -> None:
     """Be inside of this cluster from now on.
 

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from kvps.errors import ConfigError
-from kvps.runtime.current import claim
+from kvps.runtime.current import claim, demand_own_device
 from kvps.store.kvstore import KVStore
 from kvps.torch.sync.shared_stores import Options, own_store
 
@@ -88,12 +88,7 @@ class SyncBatchNorm(_BatchNorm):
         result: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]  # torch has no types there
             input, self.weight, self.bias, running, factor, self.eps, exchange
         )
-        if result.requires_grad and is_device_shared():
-            raise ConfigError(
-                f"SyncBatchNorm: several workers of this process train on {input.device}, where torch runs "
-                "their backward passes one after another, so this layer's would wait for ever. Start a "
-                "process for each worker (kvps-launch), or give each worker its own device"
-            )
+        demand_own_device(result.requires_grad and is_device_shared(), "SyncBatchNorm", input.device)
         return result
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # torch's name

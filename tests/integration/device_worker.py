@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from torch import nn
 from torch.utils import backend_registration
 
 import kvps
+import kvps.compat.byteps as bps
 import kvps.torch
 from kvps.runtime.device import Staging
 
@@ -152,6 +154,15 @@ def sync_batchnorm(device: str, rank: int) -> list[torch.Tensor]:
         with pytest.raises(kvps.ConfigError, match=f"train on {device}, .* Start a process for each worker"):
             norm(batch(device, rank, 0))
     return found
+
+
+@case
+def byteps_data_parallel(device: str, rank: int) -> list[torch.Tensor]:
+    bps.init()
+    model = nn.Linear(2, 1).to(device)
+    with nullcontext() if device == "cpu" else pytest.raises(kvps.ConfigError, match=f"train on {device}, "):
+        bps.parallel.DistributedDataParallel(model)
+    return []
 
 
 @case

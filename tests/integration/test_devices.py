@@ -16,7 +16,14 @@ from tests.support.simulated_device import KIND, SCHEDULES, World, simulated
 FRONT_ENDS = [
     *("distributed_optimizer", "distributed_optimizer_that_clips", "distributed_optimizer_on_servers"),
     "distributed_optimizer_of_a_device_store",
-    *("compression_fp16", "compression_2bit", "sync_batchnorm", "trainer", "trainer_on_servers"),
+    *(
+        "compression_fp16",
+        "compression_2bit",
+        "sync_batchnorm",
+        "byteps_data_parallel",
+        "trainer",
+        "trainer_on_servers",
+    ),
     *("diloco", "local_sgd", "gradient_scaler", "autocast", "embedding_modules"),
     *("lost_device", "process_group"),
     "distributed_data_parallel",

@@ -17,6 +17,7 @@ from kvps.compat.byteps.ops import push_pull_async_inplace, size, synchronize
 from kvps.compat.horovod.compression import Compression, Compressor
 from kvps.compat.horovod.engine.context import current
 from kvps.compat.horovod.functions import broadcast_parameters
+from kvps.runtime.current import claim, demand_own_device
 from kvps.torch.sync.parameter_hooks import PassEnd, watch
 
 
@@ -56,7 +57,10 @@ class DistributedDataParallel(torch.nn.Module):
         }
         self._under_way: dict[torch.Tensor, tuple[int, Any]] = {}
         self._end = PassEnd()
+        is_device_shared = claim(self._names)
         broadcast_parameters(module.state_dict(), 0)
+        for param in self._names:
+            demand_own_device(is_device_shared(), "DistributedDataParallel", param.device)
         if size() > 1:
             for param in self._names:
                 watch(self._on_gradient, param, param)
