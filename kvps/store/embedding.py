@@ -253,7 +253,7 @@ class EmbeddingTable:
 
     def resume(self, *, timeout: float | None = None) -> int:
         """Number the next pushes from the lowest one that this rank still owes; return it."""
-        take = calls.TakePlace(self.store.name, (self.key,), replays=False)
+        take = calls.TakePlace(self.store.name, (self.key,), replays=False, tells=True)
         return int(self._make(take, timeout).owed)
 
     def _blocks(self, since: int, rows: int, with_state: bool) -> Iterator[ExportBatch]:

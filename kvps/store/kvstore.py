@@ -526,7 +526,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
         The next pushes of these keys are numbered from it: a replacement of a lost worker calls this to learn
         where to continue. Later pushes that its predecessor delivered are acknowledged and not applied again.
-        In a fresh job it is 0.
+        In a fresh job it is 0. Embedding tables of all stores go on at that step, too.
 
         Call it after init() and set_optimizer(), which every process calls at its start. The next calls of
         set_optimizer, set_learning_rate and barrier then match those of the other workers, if every step
@@ -537,11 +537,14 @@ class KVStore(KVStoreBase, abc.ABC):
             >>> start = kv.resume(["weight", "bias"])  # doctest: +SKIP
             >>> for step in range(start, steps): ...  # doctest: +SKIP
         """
+        return self.take_owed(names_of(keys)[0], timeout, tells=True)
+
+    def take_owed(self, names: Sequence[str], timeout: float | None = None, *, tells: bool = False) -> int:
+        """As :meth:`resume`, for a front end; the script begins there only if the front end ``tells`` it."""
         self._begin()
-        names, _ = names_of(keys)
         self.catch_up = None
-        place: calls.Place = self._call(calls.TakePlace(self._name, names, replays=False), timeout)
-        return place.owed
+        take = calls.TakePlace(self._name, tuple(names), replays=False, tells=tells)
+        return int(self._call(take, timeout).owed)
 
     def barrier(self, name: str | None = None, *, timeout: float | None = None) -> None:
         """Flush, then wait until every worker has called barrier().

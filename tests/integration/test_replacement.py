@@ -176,3 +176,32 @@ def test_with_shrink_the_others_go_on_while_a_replacement_starts(processes: Proc
     begun = sorted(int(number) for number in re.findall(r"began at (\d+)", job.out))
     assert begun[0] == 0, job
     assert begun[1] > 50, "it begins where the others are"
+
+
+@pytest.mark.spec("R646")
+@pytest.mark.parametrize(("kind", "row"), [("dist_async", 24.0), ("dist_sync", 12.0)])
+def test_tables_go_on_where_the_optimizer_resumes(processes: Processes, kind: str, row: float) -> None:
+    script = processes.script(
+        "import os, pathlib\nimport kvps, torch, kvps.torch\n"
+        f"tables, notes = kvps.create({kind!r}, name='tables'), kvps.create('dist_async', name='notes')\n"
+        "recipe = {'init': 'zeros', 'optimizer': 'test', 'lr': 1.0}\n"
+        "rows = kvps.torch.Embedding(tables.embedding('user', 1, **recipe))\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "sgd = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "optimizer = kvps.torch.DistributedOptimizer(sgd, model, update_on_kvstore=True)\n"
+        "notes.init('steps', torch.zeros(1)); notes.set_optimizer('test')\n"
+        "for step in range(optimizer.resume(), 12):\n"
+        "    optimizer.zero_grad()\n"
+        "    found = rows(torch.tensor([7]))\n"
+        "    (model(found).sum() * 0 + found.sum()).backward()\n"
+        "    notes.push('steps', torch.ones(1))\n"
+        "    if step == 8 and notes.rank == 1 and not pathlib.Path('died').exists():\n"
+        "        rows.table.pull([7]); pathlib.Path('died').touch(); os._exit(5)\n"
+        "    optimizer.step()\n"
+        "tables.barrier()\n"
+        "print('row', rows.table.pull([7]).item(), flush=True)\n"
+    )
+    job = processes.kvps("launch", "-n", 2, "-s", 2, "--max-restarts", 1, "--", sys.executable, script)
+    assert job.wait(60.0) == 0, job
+    assert job.out.count(f"row {row}") == 2, job
+    assert job.err.count("pushes of 'steps' of store 'notes'") == 1, job

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvps.compression.policy import CompressionPolicy
+from kvps.core.effects import CoreOutbox, Outbox
 from kvps.core.membership_client import BeatFigures
 from kvps.core.placement import EMBEDDING, Part, parts
 from kvps.core.refusals import Attempts
@@ -32,6 +33,24 @@ class Made(NamedTuple):
     """Number of rounds that this rank had pushed for before it."""
     is_inherited: bool = False
     """A predecessor made it, or this rank before a rollback."""
+
+
+@dataclass(slots=True)
+class Beginning:
+    """The step at which the script of a replacement begins; one for all stores of a worker."""
+
+    outbox: Outbox = field(default_factory=CoreOutbox)
+    step: int = 0
+    """The step that a resume() has told the script; 0 for a script that begins with its first."""
+
+    def number(self, owed: int) -> int:
+        """Return the number of a table's next push: the first of the step at which the script begins.
+
+        A table that is pushed equally often in each step may have been pushed by the predecessor in the step
+        that the script makes again. Of another table, each push that is owed is new.
+        """
+        pushes, begun = divmod(owed, self.step)
+        return owed - begun if begun <= pushes else owed
 
 
 NONE = Made(0)
@@ -106,6 +125,9 @@ class WorkerStore:
     """Names of keys -> their plan, as long as it is so."""
     kept: KeptValues | None = None
     """The values that this worker was told last; None for a store that does not rebuild."""
+    beginning: Beginning = field(default_factory=Beginning)
+    placed: set[str] = field(default_factory=set)
+    """The keys whose pushes are known to begin where this rank's predecessor stopped, or are meant not to."""
     tracker: Callable[..., Any] | None = None
     """Makes the trackers of reads whose values are kept; None for a store that does not rebuild."""
     lost: ServerLost | None = None

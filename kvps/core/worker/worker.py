@@ -31,7 +31,7 @@ from kvps.core.worker.gate import DeferredCall, Entering, Gates, Lost, Resyncing
 from kvps.core.worker.kept_pushes import KeptPushes
 from kvps.core.worker.quiesce import Quiesce
 from kvps.core.worker.rebuild import ServerReturns, keep_values
-from kvps.core.worker.store import WorkerStore, of_beat
+from kvps.core.worker.store import Beginning, WorkerStore, of_beat
 from kvps.core.worker.timeout_report import (
     ASK_SCRIPT,
     CONFIRMED_S,
@@ -71,6 +71,7 @@ class Worker(Core):
         self.info = ClusterInfo(self.member.rank)
         """The snapshot that other threads may read; replaced as a whole."""
         self._memory = memory
+        self._beginning = Beginning(self.outbox)
         self._quiesce = Quiesce(self.stores)
         self._resyncing = Resyncing(self.stores, self.outbox)
         lost = Lost(self.member, self.table.links, self.losses, self.stores, self.outbox)
@@ -150,6 +151,7 @@ class Worker(Core):
             self._memory,
             bool(self.losses.workers),
             is_added=self.info.is_added,
+            beginning=self._beginning,
         )
         self._look_at_stores()
         if call.opened.rebuilds:

@@ -313,10 +313,10 @@ class DiLoCo:
         if not self._steps.is_behind:
             self._begin_turn()
 
-    def _begin_turn(self) -> int:
+    def _begin_turn(self, *, tells: bool = False) -> int:
         """Begin with the fragment whose round the other workers come to next; return the merges of this
         worker."""
-        rounds = self._steps.owed()
+        rounds = self._steps.owed(tells=tells)
         self._schedule.begin_at(rounds)
         if self._gate is not None:
             self._gate.begin(rounds)
@@ -334,7 +334,7 @@ class DiLoCo:
             >>> start = outer.resume()  # doctest: +SKIP
             >>> for step in range(start, steps): ...  # doctest: +SKIP
         """
-        merges = self._begin_turn()
+        merges = self._begin_turn(tells=True)
         self._mean.resume()
         return merges * self._schedule.period
 

@@ -163,7 +163,7 @@ class Reports:
             self._kv.init(REPORTS, torch.zeros_like(self.table))
         if error is None or not error.has_optimizer:
             self._kv.set_optimizer("assign")
-        self._kv.resume([REPORTS])
+        self._kv.take_owed([REPORTS])
         self._kv.pull(REPORTS, out=self.table)
 
 
@@ -317,7 +317,7 @@ class MeanStore:
                 if self._lost is None:
                     place = self._kv.take_place(names)
                     self._lost = place.owed if place.is_replacement else 0
-                self._kv.resume(names)
+                self._kv.take_owed(names)
                 if self._lost > 0:
                     self._lost -= 1
                     return dict(tensors)

@@ -99,7 +99,7 @@ class Agreement:
         if workers > 1:
             self._kv = create_dist("dist_sync", "agreement", options)
             self._kv.init("flags", torch.zeros(count, dtype=torch.float32, device="cpu"))
-            if self._kv.resume(["flags"]) > 0:
+            if self._kv.take_owed(["flags"]) > 0:
                 refuse(
                     "in each step the workers agree on flags (a GradScaler, find_unused=True), and the "
                     "steps of its predecessor are not known",

@@ -66,7 +66,7 @@ class Steps:
                 owed += kv.take_place(keys, told).owed
                 told = ""  # one store tells of it
             elif isinstance(kv, KVStore):
-                owed += kv.resume(list(keys))
+                owed += kv.take_owed(keys)
         self.made = 0 if self.is_behind else owed
 
     def choose(self, make: Make, drop: Drop, arrive: Callable[..., object]) -> None:
@@ -98,10 +98,10 @@ class Steps:
         self._run(front, *given)
         self.made += 1
 
-    def owed(self) -> list[int]:
+    def owed(self, *, tells: bool = False) -> list[int]:
         """Return for each store the number of the push that this rank owes next, and begin with it."""
         owed = [
-            kv.resume(list(keys)) if isinstance(kv, KVStore) else 0
+            kv.take_owed(keys, tells=tells) if isinstance(kv, KVStore) else 0
             for kv, keys in zip(self._stores, self._keys(), strict=True)
         ]
         self.made = sum(owed)
@@ -109,7 +109,7 @@ class Steps:
 
     def resume(self) -> int:
         """Return the number of steps that this rank has made, and begin with the next."""
-        return sum(self.owed())
+        return sum(self.owed(tells=True))
 
     def _pass_over(self, front: object, *given: object) -> None:
         """Make no step: the lost worker, which this one replaces, has made it."""

@@ -24,6 +24,7 @@ from typing import ClassVar, TypeVar, dataclass_transform
 
 import torch
 
+from kvps.core.effects import Note
 from kvps.core.placement import EMBEDDING
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import AwaitAcks, Parts, Step, Steps, read_versions
@@ -31,6 +32,7 @@ from kvps.core.worker.plan import ANY, ChunkSlice, Key, PieceLocation, Priority,
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError, KvpsError
+from kvps.phrases import names_in_words
 from kvps.protocol.envelope import WINDOW, Packet
 from kvps.protocol.values import Load, Push, PushTables, Run, TableGroup, TablePart
 from kvps.tensors import TORCH
@@ -151,6 +153,8 @@ def number_push(
     """
     if store.is_away:
         _demand_presence(store)
+    if store.beginning.step and not store.placed.issuperset(names):
+        yield from _begin_at_step(store, names)
     plan = store.plans.get(names) or store.plan(names)
     apart = plan.apart()
     if any(map(_is_refused, apart)):
@@ -271,6 +275,32 @@ def begin_alike(
     ]
     store.begun |= begun.keys()
     return begun
+
+
+def _begin_at_step(store: WorkerStore, names: tuple[str, ...]) -> Steps:
+    """Number the first pushes of keys for which a replacement did not ask, while it began where it was told.
+
+    A table goes on at that step. Pushes of a key may be those of a beginning that is made again, so the
+    script is told that the servers do not apply them.
+    """
+    plan = store.plan(tuple(name for name in names if name not in store.placed))
+    read = yield from read_versions(store, plan, ANY, ANY)
+    dropped = []
+    for key, parts in zip(plan.keys, read.by_key(), strict=True):
+        late = min((owed for _, owed in parts.values()), default=0) - key.number
+        if late > 0 and key.name not in store.placed:  # and no other call has asked meanwhile
+            if key.name.startswith(EMBEDDING):
+                key.number, key.since = key.number + store.beginning.number(late), 0
+            else:
+                dropped.append(key.name)
+    store.placed.update(names)
+    if dropped:
+        text = (
+            "this worker replaces a lost worker, and began where resume() said. Servers drop its first pushes"
+            f" of {names_in_words(dropped)} of store {store.name!r}, since the lost worker has made as many. "
+            "Unless the script makes the same again, have it call resume() of that store with these keys"
+        )
+        store.beginning.outbox.append(Note("warning", text))
 
 
 def _make_room(store: WorkerStore, full: list[Key]) -> Steps:

@@ -55,9 +55,15 @@ class TakePlace(Call):
     keys: tuple[str, ...]
     replays: bool = True
     """The script runs again from its beginning."""
+    tells: bool = False
+    """The script is told the number, and begins there with whatever else it pushes."""
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
-        return (yield from _take_place(store, self.keys, self.replays))
+        place = yield from _take_place(store, self.keys, self.replays)
+        store.placed.update(self.keys)
+        if self.tells and place.is_replacement:
+            store.beginning.step = place.owed or store.beginning.step
+        return place
 
 
 @frozen
@@ -127,8 +133,7 @@ def _take_place(
     for key in plan.keys:
         key.number, key.since, key.is_refused = owed, 0, False
         key.heard = max(key.heard, owed)  # what was dropped before, a predecessor was told of
-    place = Place(owed, max(numbers, default=0))
-    return (yield from _history(store, place, replays))
+    return (yield from _history(store, Place(owed, max(numbers, default=0)), replays))
 
 
 def _history(store: WorkerStore, place: Place, replays: bool) -> Generator[Step, list[Packet], Place]:

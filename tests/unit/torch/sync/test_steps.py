@@ -37,7 +37,7 @@ class FakeStore(DistStore):
     def end_replay(self) -> None:
         self.catch_up = None
 
-    def resume(self, keys: object, *, timeout: float | None = None) -> int:
+    def take_owed(self, names: Sequence[str], timeout: float | None = None, *, tells: bool = False) -> int:
         self.catch_up = None
         return self.place.owed
 

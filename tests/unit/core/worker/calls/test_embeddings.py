@@ -100,6 +100,25 @@ def test_the_number_of_a_push_that_was_refused_is_asked_for() -> None:
     assert worker.sent(PushTables)[-1].parts[0].number == 7
 
 
+@pytest.mark.spec("R646")
+@pytest.mark.parametrize(("owed", "number"), [(0, 0), (3, 3), (4, 4), (5, 4), (7, 7), (9, 8), (10, 8)])
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_table_goes_on_at_the_step_at_which_a_replacement_begins(
+    owed: int, number: int, before: int
+) -> None:
+    worker = bench(servers=1)
+    for _ in range(before):
+        worker.call(pushing(servers=1))
+    worker.core.stores["kv"].beginning.step = 4
+    for _ in range(2):  # the second does not wait for the first
+        worker.call(pushing(servers=1))
+    for seq in worker.seqs(Pull):
+        worker.server(0, Pulled(seq, 5, 8, False, (Stand(0, 1, 3, before + owed),)))
+    worker.call(pushing(servers=1))
+    numbers = [push.parts[0].number - before for push in worker.sent(PushTables)]
+    assert numbers[before:] == [number, number + 1, number + 2]
+
+
 def test_so_many_pushes_are_under_way_and_no_more() -> None:
     worker = bench(servers=1)
     for _ in range(WINDOW):

@@ -1,15 +1,16 @@
 """A script that took another's place and runs again from its beginning: its calls pass until it is where the others are."""
 
 import pytest
+import torch
 
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
 from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Revive
 from kvps.protocol.membership import Barrier, Beat, Done, HistoryIs, Join, Joined, Released, Resume, Return
 from kvps.protocol.stores import Find, Found, FoundAll, Optimize, Rate
-from kvps.protocol.values import Pull
+from kvps.protocol.values import Pull, Pulled, Push, Stand
 from tests.support.worker_harness import Bench, push, server_of
-from tests.support.worker_with_key import HOT, ready, resumed, stood
+from tests.support.worker_with_key import FLOAT, HOT, ready, resumed, stood
 
 SILENT = HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)
 """A server that has heard of no call."""
@@ -120,13 +121,46 @@ class TestResume:
         resumed(worker, replaced=False)
         assert worker.finish(ticket).value.owed == 0  # type: ignore[union-attr]
 
-    def begin(self, worker: Bench, *known: HistoryIs, **barriers: int) -> int:
+    def begin(
+        self, worker: Bench, *known: HistoryIs, tells: bool = False, replaced: bool = True, **barriers: int
+    ) -> int:
         """Take another's place, which owes push 4."""
-        ticket = worker.call(calls.TakePlace("kv", ("w",), replays=False))
+        ticket = worker.call(calls.TakePlace("kv", ("w",), replays=False, tells=tells))
         for server in (0, 1):
             stood(worker, worker.seqs(Pull, server)[0], server, 4, owed=4)
-        resumed(worker, *known, **barriers)
+        resumed(worker, *known, replaced=replaced, **barriers)
         return ticket
+
+    @pytest.mark.spec("R646")
+    @pytest.mark.parametrize(
+        ("tells", "replaced", "step"), [(True, True, 4), (True, False, 0), (False, True, 0)]
+    )
+    def test_all_stores_know_the_step_that_a_replacement_is_told(
+        self, tells: bool, replaced: bool, step: int
+    ) -> None:
+        worker = ready(1)
+        self.begin(worker, *[SILENT] * 2 * replaced, tells=tells, replaced=replaced)
+        worker.open("other")
+        assert {store.beginning.step for store in worker.core.stores.values()} == {step}
+
+    @pytest.mark.spec("R647")
+    def test_pushes_that_servers_do_not_apply_again_are_told_once(self) -> None:
+        worker = ready(1)
+        worker.init({"taken": torch.zeros(1), "new": torch.zeros(1)})
+        self.begin(worker, SILENT, SILENT, tells=True)
+        worker.call(push({"w": HOT, "taken": HOT[:1], "new": HOT[:1]}))
+        for name, owed in (("taken", 6), ("new", 0)):
+            (piece,) = worker.core.stores["kv"].key(name).pieces
+            (seq,) = [
+                send.packet.envelope.seq
+                for send in worker.sends(Pull, piece.server)
+                if getattr(send.packet.message, "chunk", 0) == piece.chunk
+            ]
+            worker.server(piece.server, Pulled(seq, piece.chunk, FLOAT, False, (Stand(0, 1, 6, owed),)))
+        worker.call(push({"taken": HOT[:1]}))
+        _, note = worker.notes()
+        assert "Servers drop its first pushes of 'taken' of store 'kv'" in note
+        assert {run.number for message in worker.sent(Push) for run in message.runs} == {0, 1, 4}
 
     @pytest.mark.spec("R124")
     def test_a_barrier_behind_it_is_found_by_what_was_pushed_before(self) -> None:
