@@ -34,7 +34,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kvps.errors import ConfigError, EpochChanged
+from kvps.errors import ConfigError, EpochChanged, Timeout
 from kvps.phrases import names_in_words
 from kvps.runtime.current import claim
 from kvps.store import residual_state
@@ -323,7 +323,8 @@ class DistributedOptimizer(WrappedOptimizer):
                 "use the scaler from the first step, or leave out overlap_backward=True"
             )
         try:
-            if found is None or not self._is_infinite(found):
+            # What has left before a Timeout was finite.
+            if found is None or self._exchange.values or not self._is_infinite(found):
                 self._exchange.complete()
                 self._add_unused()
                 self._exchange.wait()
@@ -366,10 +367,9 @@ class DistributedOptimizer(WrappedOptimizer):
     def _is_infinite(self, found: torch.Tensor) -> bool:
         """Whether any worker's gradient is infinite; if not, all are unscaled."""
         if self._overflow is None:
-            alone = is_free(str(self._model.kv.type))
             kv = self._model.kv
-            self._overflow = Agreement(1 if alone else kv.num_workers, 1, options_of(kv))
-        if bool(self._overflow.any(found.reshape(1) > 0)):
+            self._overflow = Agreement(1 if is_free(str(kv.type)) else kv.num_workers, 1, options_of(kv))
+        if bool(self._agreed(self._overflow, found.reshape(1) > 0)):
             return True
         scale = vars(self).get("grad_scale")
         if scale is not None:
@@ -513,6 +513,8 @@ class DistributedOptimizer(WrappedOptimizer):
             ConfigError: naming them, without ``find_unused``.
         """
         missing = self._exchange.missing()
+        if self._exchange.is_agreed:
+            return
         if self._used is None:
             if missing:
                 raise self._exchange.hooks.no_gradient(
@@ -524,11 +526,21 @@ class DistributedOptimizer(WrappedOptimizer):
         lacks = set(missing)
         names = list(self._model.params)
         used = [name not in lacks and self._model.params[name].requires_grad for name in names]
-        elsewhere = self._used.any(torch.tensor(used, device="cpu"))
+        elsewhere = self._agreed(self._used, torch.tensor(used, device="cpu"))
         for name, is_used in zip(names, elsewhere.tolist(), strict=True):
             if is_used and name in lacks:
                 self._model.params[name].grad = self._exchange.nothing_for(name)
         self._exchange.complete()
+        self._exchange.is_agreed = True
+
+    def _agreed(self, agreement: Agreement, flags: torch.Tensor) -> torch.Tensor:
+        """Return which flags are set at any worker; after a Timeout the step is still under way."""
+        try:
+            return agreement.any(flags)
+        except Timeout:
+            self._exchange.is_late = True
+            vars(self).pop("grad_scale", None)  # a scaler multiplies by what it finds here
+            raise
 
     # --- rates ------------------------------------------------------------------------------------
 

@@ -10,6 +10,9 @@ import torch
 
 import kvps
 import kvps.torch
+from kvps.runtime.ticket import Handle, finished
+from kvps.store.options import StoreOptions
+from kvps.torch.sync.agreement import Agreement
 
 STEPS, LATE = 4, 2
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -106,3 +109,80 @@ def test_next_step_waits_on_after_a_timeout(name: str) -> None:
 def test_another_pass_after_a_timeout_is_refused(name: str) -> None:
     """Its gradients would be dropped here, while the other workers make their step."""
     train(name, is_late=True, is_refused=True)
+
+
+@pytest.mark.parametrize("where", ["flags", "values"])
+@pytest.mark.parametrize("option", ["scaler", "unused"])
+def test_flags_of_a_late_step_are_told_once(option: str, where: str) -> None:
+    """One worker is late to tell its flags, or to push behind them; the other does not get its gradients."""
+    (a, b), (c, d) = tell(option, where), tell(option, "")
+    assert torch.equal(a, b)
+    assert torch.equal(c, d)
+    torch.testing.assert_close(a, c, rtol=1e-5, atol=0)
+
+
+def tell(option: str, where: str) -> list[torch.Tensor]:
+    """Return the weights of two workers; one waits in vain for ``where``, if that is set, in one step."""
+    gave_up = threading.Event()
+    torch.manual_seed(0)
+    first = torch.nn.ModuleList([torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)])
+
+    def work(rank: int) -> torch.Tensor:
+        model = copy.deepcopy(first)
+        kv = kvps.create("dist_sync", average=True, name="model", timeout=30)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = kvps.torch.DistributedOptimizer(
+            inner, model, kv, update_on_kvstore=True, find_unused=option == "unused"
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=option == "scaler")
+        exchange = optimizer._exchange
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            x = torch.full((2, 3), float(rank + number))
+            used = model if option == "scaler" else [model[rank]]
+            scaler.scale(sum(layer(x).square().mean() for layer in used)).backward()
+            agreement = optimizer._overflow or optimizer._used
+            if where and number == LATE and rank == 1:
+                held = exchange if where == "values" else agreement
+                begin = held.complete if where == "values" else held.any
+                calls = {"left": 1 if where == "values" and option == "unused" else 0}
+
+                def late(*given: Any, begin: Any = begin, calls: Any = calls) -> Any:
+                    calls["left"] -= 1
+                    assert calls["left"] >= 0 or gave_up.wait(30)
+                    return begin(*given)
+
+                setattr(held, "complete" if where == "values" else "any", late)
+            if where and number == LATE and rank == 0:
+                stores = [kv if where == "values" else agreement._kv]
+                for store in stores:
+                    store._timeout_s = 0.2
+                for _ in range(2):
+                    with pytest.raises(kvps.Timeout):
+                        scaler.step(optimizer)
+                    with pytest.raises(kvps.ConfigError, match="still under way: call step"):
+                        optimizer.zero_grad()
+                gave_up.set()
+                for store in stores:
+                    store._timeout_s = 30.0
+            scaler.step(optimizer)
+            scaler.update()
+        return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+    with kvps.LocalCluster(workers=2, servers=2) as cluster:
+        return cluster.run(work)
+
+
+def test_agreement_goes_on_after_a_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(_: int) -> None:
+        agreement = Agreement(2, 1, StoreOptions(timeout_s=30))
+        flags, kv = torch.ones(1), agreement._kv
+        lost = Handle(finished(error=kvps.EpochChanged("returned")), lambda: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(kv, "pushpull", lambda *_, **__: lost)
+            with pytest.raises(kvps.EpochChanged):
+                agreement.any(flags)
+        assert agreement.any(flags).tolist() == [True]
+
+    with kvps.LocalCluster(workers=1, servers=1) as cluster:
+        cluster.run(work)

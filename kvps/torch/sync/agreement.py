@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 
 from kvps.core.optim.hyperparams import HyperParams
-from kvps.errors import ConfigError, Mismatch
+from kvps.errors import ConfigError, Mismatch, Timeout
 from kvps.phrases import ranks_in_words
 from kvps.store.base import Store
 from kvps.store.catch_up import refuse
@@ -118,8 +118,12 @@ class Agreement:
             found = flags.to("cpu", torch.float32)
             handle = self._kv.pushpull("flags", found, out=found, async_op=True)
             self._answer = Answer(handle.wait, self._kv, {"flags": found})
-        self._answer.wait()
         answer, self._answer = self._answer, None
+        try:
+            answer.wait()
+        except Timeout:
+            self._answer = answer
+            raise
         return answer.values["flags"] > 0
 
 

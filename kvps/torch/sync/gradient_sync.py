@@ -158,7 +158,9 @@ class GradientSync:
         """The parameters whose chunks the buckets know; none after a failure, as keys may be placed anew."""
         self._failure: Exception | None = None
         self.is_late = False
-        """The last :meth:`wait` ended with Timeout; gradients are still under way."""
+        """The last :meth:`wait`, or a question to all workers, ended with Timeout: the step is under way."""
+        self.is_agreed = False
+        """The workers have agreed in this step on the parameters that were used."""
         self._collected: set[str] = set()
         """The parameters whose gradients backward has handed to the buckets in this step."""
         self._advice = advice
@@ -548,7 +550,7 @@ class GradientSync:
 
     def begin(self) -> None:
         """A step is over: later gradients are of the next."""
-        self.is_late = False
+        self.is_late = self.is_agreed = False
         self._buckets.begin()
         self.hooks.begin()
         self._away.clear()
