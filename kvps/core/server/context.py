@@ -190,16 +190,17 @@ class RequestContext:
         if outside.isdisjoint(ranks):
             return False
         self.leave_outside(store, outside.difference(ranks))
-        for rank in outside.intersection(ranks):
-            self._start_clock(store, rank)
         return True
 
     def leave_outside(self, store: ServerStore, ranks: frozenset[int]) -> None:
-        """Note the ranks whose replacement has not entered a store."""
+        """Note the ranks whose replacement has not entered a store; the clocks of those that have start."""
         self._quorums.pop(store.name, None)
+        entered = self.outside.get(store.name, frozenset()) - ranks
         self.outside[store.name] = ranks
         if not ranks:
             del self.outside[store.name]
+        for rank in entered:
+            self.start_clock(store, rank)
 
     def start_clocks(self, store: ServerStore) -> None:
         """Let the clocks of all ranks start anew: a join is over."""
@@ -208,7 +209,7 @@ class RequestContext:
                 assert isinstance(span, FreeSpan)
                 span.level()
 
-    def _start_clock(self, store: ServerStore, rank: int) -> None:
+    def start_clock(self, store: ServerStore, rank: int) -> None:
         """Let the clock of a rank that a new process holds start at that of the slowest live rank."""
         live = self.quorum(store).live
         for chunk in self.chunks.of_store(store.name):
@@ -243,7 +244,7 @@ class RequestContext:
         for store in self.stores.values() if before else ():
             if is_late and store.opened.on_worker_lost == "shrink":
                 self.leave_outside(store, self.outside.get(store.name, frozenset()) | {rank})
-            self._start_clock(store, rank)
+            self.start_clock(store, rank)
 
     def check_place(self, envelope: Envelope) -> None:
         """Check that ``envelope`` names a place in this job.

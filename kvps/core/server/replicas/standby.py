@@ -172,7 +172,10 @@ class Follower:
 
     def _keep(self, message: p.CopyStores) -> None:
         """Drop all other stores."""
-        self.met = by_rank(message.workers)
+        before, self.met = self.met, by_rank(message.workers)
+        for rank, met in self.met.items():
+            for store in self._context.stores.values() if before.get(rank, met) < met else ():
+                self._context.start_clock(store, rank)
         stores = self._context.stores
         for name in stores.keys() - {*message.names}:
             self._control.drop(stores[name])

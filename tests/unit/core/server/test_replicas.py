@@ -379,6 +379,32 @@ def test_standby_starts_clocks_anew_when_a_join_is_over() -> None:
     assert span.clock_from == {0: 3, 1: 1}
 
 
+@pytest.mark.spec("R634")
+@pytest.mark.parametrize("on_worker_lost", ["wait", "shrink"])
+@pytest.mark.parametrize("has_entered", [False, True])
+def test_standby_starts_the_clock_of_a_replacement(on_worker_lost: str, *, has_entered: bool) -> None:
+    """No value moves with it. Rank 0 waits for none of the pushes that rank 1 makes again."""
+    pair = Pair()
+    item = pair.primary
+    item.open("ssp", staleness=1, on_worker_lost=on_worker_lost)
+    item.init("w", [1.0, 2.0, 3.0])
+    item.optimizer("sgd", lr=1.0)
+    (piece,) = item.pieces["w"]
+    pair.level()
+    for rank, number in ((1, 0), (0, 0), (0, 1), (0, 2)):
+        pair.do(rank, of(rank, push(piece, number, pull=False)), torch.ones(3))
+    pair.pump()
+    item.replace(1)
+    pair.pump()
+    if has_entered:
+        item.pull(1, "w", values=False)
+        pair.pump()
+    pair.standby.seats = item.seats
+    pair.promote()
+    (span,) = pair.standby.server.context.chunks.by_number[piece.chunk].spans
+    assert span.head_start == {1: 2}
+
+
 @pytest.mark.spec("R496", "R633")
 def test_pushes_without_rounds_gather_while_a_copy_is_on_its_way() -> None:
     pair = Pair()
