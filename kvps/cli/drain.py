@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from kvps import config
 from kvps.cli import flags
 from kvps.errors import ConfigError
-from kvps.inquiry import inquire
 from kvps.protocol.membership import Done, Drain
 
 NAME = "kvps drain"
@@ -38,13 +37,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("server", metavar="server-R", help="the server, by its rank, as kvps status shows it")
     parser.add_flags(flags.asking(TIMEOUT_S))
     parsed = parser.parse_args(argv)
-    flags.start_log(NAME, parsed)
     role, _, number = parsed.server.partition("-")
     if role != "server":
         raise ConfigError(f"{parsed.server!r} is no server: write server-0 for the server of rank 0")
     rank = config.as_whole("the rank of the server", number)
-    limit_s = flags.timeout_of(parsed, TIMEOUT_S)
-    keys = flags.keys_of(parsed, "admin")
-    inquire(flags.scheduler_of(parsed), Drain(rank, limit_s), Done, keys, limit_s + ANSWER_S)
+    flags.ask(NAME, parsed, "admin", TIMEOUT_S, lambda limit_s: Drain(rank, limit_s), Done, ANSWER_S)
     print(f"server-{rank} is drained: other processes hold its seats")
     return 0

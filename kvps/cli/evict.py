@@ -21,7 +21,6 @@ from collections.abc import Sequence
 
 from kvps import config
 from kvps.cli import flags
-from kvps.inquiry import inquire
 from kvps.protocol.envelope import Role
 from kvps.protocol.membership import Done, Evict
 
@@ -38,11 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("rank", metavar="R", help="the rank of the member")
     parser.add_flags(flags.asking(TIMEOUT_S))
     parsed = parser.parse_args(argv)
-    flags.start_log(NAME, parsed)
     rank = config.as_whole("the rank", parsed.rank)
-    scheduler = flags.scheduler_of(parsed)
-    limit_s = flags.timeout_of(parsed, TIMEOUT_S)
-    keys = flags.keys_of(parsed, "admin")
-    inquire(scheduler, Evict(ROLES[parsed.role], rank), Done, keys, limit_s)
+    flags.ask(NAME, parsed, "admin", TIMEOUT_S, lambda _: Evict(ROLES[parsed.role], rank), Done)
     print(f"{parsed.role} {rank} is evicted")
     return 0

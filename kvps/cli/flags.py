@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,12 +22,16 @@ from kvps import __version__, config
 from kvps.core.limits import TABLE, Limits
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, Unauthorized
+from kvps.inquiry import inquire
 from kvps.net.zap import Keys
 from kvps.observe import logs
 from kvps.observe.place import Place, as_place
+from kvps.protocol.envelope import Answer, Message, Packet
 from kvps.runtime.key_files import load_if_any
 
 T = TypeVar("T")
+EXIT_PIPE = 141
+"""The exit code of a shell's command that SIGPIPE ends."""
 LEVELS = ("debug", "info", "warning", "error")
 INSECURE = "allow --bind to an address that other machines can reach, without --keys; KVPS_INSECURE=1"
 NEEDLESS = "no effect here: no other machine can reach this command; every command accepts it"
@@ -182,6 +185,34 @@ def scheduler_of(parsed: argparse.Namespace) -> str:
     return setting(parsed, "scheduler", config.as_address, default)
 
 
+def ask(
+    name: str,
+    parsed: argparse.Namespace,
+    role: str,
+    default_s: float,
+    request: Callable[[float], Message],
+    answer: type[Answer],
+    more_s: float = 0.0,
+) -> Packet:
+    """Return the scheduler's answer to a request of a command, with the flags of :func:`asking`.
+
+    Args:
+        name: the command, for its log.
+        parsed: its flags.
+        role: the role whose key it needs.
+        default_s: seconds that the answer may take, without ``--timeout``.
+        request: returns what to ask, of these seconds.
+        answer: the class of the answer.
+        more_s: seconds that the answer may take beyond.
+
+    Raises:
+        KvpsError: if a value cannot be used, or the scheduler refuses or does not answer.
+    """
+    start_log(name, parsed)
+    limit_s = timeout_of(parsed, default_s)
+    return inquire(scheduler_of(parsed), request(limit_s), answer, keys_of(parsed, role), limit_s + more_s)
+
+
 def is_insecure(parsed: argparse.Namespace) -> bool:
     """Return whether the operator insists on listening without keys."""
     return bool(parsed.insecure) or config.switch("KVPS_INSECURE")
@@ -242,7 +273,7 @@ def command(name: str) -> Callable[[Callable[[Sequence[str]], int]], Callable[..
                     print(end="", flush=True)  # an error at the interpreter's end cannot be caught
             except BrokenPipeError:  # the reader, such as head, has seen enough
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                return 128 + signal.SIGPIPE
+                return EXIT_PIPE
             except KvpsError as error:
                 is_json = logs.wants_json(words)
                 print(logs.complaint(name, error) if is_json else f"{name}: {error}", file=sys.stderr)

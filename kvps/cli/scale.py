@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from kvps import config
 from kvps.cli import flags
 from kvps.cli.drain import ANSWER_S, TIMEOUT_S
-from kvps.inquiry import inquire
 from kvps.protocol.membership import Done, Scale
 
 NAME = "kvps scale"
@@ -33,10 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--servers", metavar="N", required=True, help="the number of processes")
     parser.add_flags(flags.asking(TIMEOUT_S))
     parsed = parser.parse_args(argv)
-    flags.start_log(NAME, parsed)
     servers = config.as_whole("--servers", parsed.servers)
-    limit_s = flags.timeout_of(parsed, TIMEOUT_S)
-    keys = flags.keys_of(parsed, "admin")
-    inquire(flags.scheduler_of(parsed), Scale(servers, limit_s), Done, keys, limit_s + ANSWER_S)
+    flags.ask(NAME, parsed, "admin", TIMEOUT_S, lambda limit_s: Scale(servers, limit_s), Done, ANSWER_S)
     print(f"{servers} processes hold the seats of servers")
     return 0

@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvps.cli import flags
-from kvps.inquiry import inquire
 from kvps.observe.document import document_of
 from kvps.phrases import bytes_in_words
 from kvps.protocol.membership import Look, Seen
@@ -42,10 +41,7 @@ def main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, __doc__)
     parser.add_flags({**flags.asking(TIMEOUT_S), "--json": "print one JSON object"})
     parsed = parser.parse_args(argv)
-    flags.start_log(NAME, parsed)
-    scheduler = flags.scheduler_of(parsed)
-    limit_s = flags.timeout_of(parsed, TIMEOUT_S)
-    answer = inquire(scheduler, Look(), Seen, flags.keys_of(parsed, "look"), limit_s)
+    answer = flags.ask(NAME, parsed, "look", TIMEOUT_S, lambda _: Look(), Seen)
     assert isinstance(answer.message, Seen)
     job = document_of(answer.envelope.job, answer.message)
     print(json.dumps(job, indent=2) if parsed.json else screen(job))
