@@ -160,11 +160,8 @@ class SyncBatchNorm(_BatchNorm):
 class Exchange(Protocol):
     """The sums of one layer over all workers."""
 
-    def forward(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the sum over workers, of 2 · C + 1 numbers in float64."""
-
-    def backward(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the sum over workers, of 2 · C numbers in float64."""
+    def __call__(self, way: str, sums: torch.Tensor) -> torch.Tensor:
+        """Return the sum over workers, in float64: of 2 · C + 1 numbers "forward", of 2 · C "backward"."""
 
 
 class StatisticsExchange:
@@ -173,21 +170,14 @@ class StatisticsExchange:
     def __init__(self, kv: KVStore, channels: int) -> None:
         self.kv = kv
         number = sum(key.startswith(PREFIX) and key.endswith("forward") for key in kv.keys())  # noqa: SIM118  # it is no dict
-        self._forward, self._backward = (f"{PREFIX}{number}/{way}" for way in ("forward", "backward"))
+        self._keys = {way: f"{PREFIX}{number}/{way}" for way in ("forward", "backward")}
         sizes = (2 * channels + 1, 2 * channels)
         blanks = [torch.zeros(size, dtype=torch.float64, device="cpu") for size in sizes]
-        kv.init([self._forward, self._backward], blanks)
+        kv.init([*self._keys.values()], blanks)
 
-    def forward(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the sum over workers, of 2 · C + 1 numbers in float64."""
-        return self._summed(self._forward, sums)
-
-    def backward(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the sum over workers, of 2 · C numbers in float64."""
-        return self._summed(self._backward, sums)
-
-    def _summed(self, key: str, sums: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = self.kv.pushpull(key, sums, out=torch.empty_like(sums))
+    def __call__(self, way: str, sums: torch.Tensor) -> torch.Tensor:
+        """Return the sum over workers."""
+        total: torch.Tensor = self.kv.pushpull(self._keys[way], sums, out=torch.empty_like(sums))
         return total
 
 
@@ -213,7 +203,7 @@ class _Normalise(torch.autograd.Function):
         else:
             var = mean = torch.zeros(channels, dtype=torch.float64, device=x.device)
         own = torch.full((1,), float(count), dtype=torch.float64, device=x.device)
-        sums = exchange.forward(torch.cat([own, count * mean, count * (var + mean * mean)]))
+        sums = exchange("forward", torch.cat([own, count * mean, count * (var + mean * mean)]))
         total = float(sums[0])
         if total <= 1:
             raise ConfigError(
@@ -247,7 +237,7 @@ class _Normalise(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = sum_dy if weight is None else sum_dy.to(weight.dtype)
         # Also where this worker needs no gradient of x: others may, and wait for its sums.
-        sums = ctx.exchange.backward(torch.cat([sum_dy, sum_dy_x]).double())
+        sums = ctx.exchange("backward", torch.cat([sum_dy, sum_dy_x]).double())
         if ctx.needs_input_grad[0]:
             mean_dy, mean_dy_x = (sums / ctx.total).to(x.dtype).view(2, -1)
             scale = invstd if weight is None else invstd * weight.to(x.dtype)

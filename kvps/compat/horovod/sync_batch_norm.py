@@ -70,10 +70,6 @@ class _Exchange:
     def __init__(self, name: str, engine: object) -> None:
         self._name, self.engine = name, engine
 
-    def forward(self, sums: torch.Tensor) -> torch.Tensor:
+    def __call__(self, way: str, sums: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks."""
-        return allreduce_(sums, op=Sum, name=f"{self._name}.forward")
-
-    def backward(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks."""
-        return allreduce_(sums, op=Sum, name=f"{self._name}.backward")
+        return allreduce_(sums, op=Sum, name=f"{self._name}.{way}")
