@@ -199,15 +199,12 @@ def _send(kv: KVStore, names: Sequence[str], tensors: Sequence[torch.Tensor], ro
             tensor.detach().copy_(values)
 
 
-def _store(kvstore: str | KVStore, root: int, options: Options) -> KVStore:
-    kv = own_store("broadcast", kvstore, options)
-    _demand_rank(root, kv.num_workers)
-    return kv
-
-
-def _demand_rank(root: object, count: int) -> None:
+def _store(kvstore: str | KVStore, root: int, options: Options, owner: str = "broadcast") -> KVStore:
+    kv = own_store(owner, kvstore, options)
+    count = kv.num_workers
     if type(root) is not int or not 0 <= root < count:
         raise ConfigError(f"root_rank={root!r}: there are {count} workers, so use 0 to {count - 1}")
+    return kv
 
 
 def _named(params: object) -> dict[str, torch.Tensor]:
@@ -283,16 +280,14 @@ def gather_object(
     Example:
         >>> losses = kvps.torch.gather_object({"loss": 0.5})  # doctest: +SKIP
     """
-    return _gather(obj, name, root_rank, own_store("gather", kvstore, kvstore_options))
+    return _gather(obj, name, root_rank, _store(kvstore, root_rank, kvstore_options, "gather"))
 
 
 @torch.no_grad()
 def _gather(obj: Any, name: str | None, root: int | None, kv: KVStore) -> list[Any] | None:
-    count, rank = kv.num_workers, kv.rank
-    if root is not None:
-        _demand_rank(root, count)
+    rank = kv.rank
     packed, error = _packed(lambda: pack(obj))
-    if count == 1:
+    if kv.num_workers == 1:
         if error is not None:
             raise error
         return [obj]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 from kvps.errors import ConfigError
@@ -54,19 +55,12 @@ def own_store(owner: str, kvstore: str | KVStore, options: Options = None) -> KV
     if kvstore not in SUMMING:
         raise ConfigError(f"kvstore={kvstore!r}: use one of {', '.join(SUMMING)}")
     shared = options if isinstance(options, StoreOptions) else StoreOptions.given(options)
-    if current() is None:
-        with _lock:
-            return _made(_of_process, owner, kvstore, shared)
-    stores: _Stores | None = getattr(_of_thread, "stores", None)
-    if stores is None:
-        stores = _of_thread.stores = {}
-    return _made(stores, owner, kvstore, shared)
-
-
-def _made(stores: _Stores, owner: str, kind: str, options: StoreOptions) -> KVStore:
-    store = stores.get((owner, kind, options))
-    if store is None or store.is_over:
-        made = create_own(kind, owner, options)
-        assert isinstance(made, KVStore), "a kind of kvps"
-        store = stores[owner, kind, options] = made
+    is_alone = current() is None
+    stores: _Stores = _of_process if is_alone else vars(_of_thread).setdefault("stores", {})
+    with _lock if is_alone else nullcontext():  # workers in threads make theirs together
+        store = stores.get((owner, kvstore, shared))
+        if store is None or store.is_over:
+            made = create_own(kvstore, owner, shared)
+            assert isinstance(made, KVStore), "a kind of kvps"
+            store = stores[owner, kvstore, shared] = made
     return store
