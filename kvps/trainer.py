@@ -289,7 +289,6 @@ class Trainer(Resumable):
         try:
             self._exchanged(exchange, names)
             exchange.bring_weights()
-            self._model.note_weights()
         finally:
             if not exchange.is_late:
                 exchange.begin()

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -127,12 +128,23 @@ class ForwardOverlap:
             for submodule in module.modules()
             if any(True for _ in submodule.parameters(recurse=False))
         ]
-        self._compilations = Compilations(self)
-        self._compilations.watch()
+        # As the first step of an optimizer does.
+        from torch._dynamo.callback import callback_handler
+
+        self._callbacks = callback_handler.start_callbacks
+        self._on_compile = partial(_compile, weakref.ref(self))
+        self._end = weakref.finalize(self, _drop, self._callbacks, self._on_compile)
+        self._end.atexit = False
+        self._watch()
+
+    def _watch(self) -> None:
+        """Watch compilations from now on, and after torch._dynamo.reset(), which forgets who watches."""
+        if self._on_compile not in self._callbacks:
+            self._callbacks.append(self._on_compile)
 
     def put_off(self, names: Iterable[str]) -> None:
         """Defer the update of these parameters until somebody reads them."""
-        self._compilations.watch()
+        self._watch()
         self.finish(self._mark(names))
 
     def _mark(self, names: Iterable[str]) -> list[str]:
@@ -170,7 +182,7 @@ class ForwardOverlap:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._compilations.close()
+        self._end()
 
     def _settle(self, names: Iterable[str]) -> None:
         """Let these be ordinary parameters."""
@@ -180,11 +192,6 @@ class ForwardOverlap:
             if type(param) is PendingParameter:
                 del vars(param)["_kvps_owner"]
                 cast("torch.Tensor", param).__class__ = torch.nn.Parameter
-
-    def compile(self) -> None:
-        """Torch begins to compile: make all updates."""
-        self.is_compiled = True
-        self.finish()
 
 
 class DeferredUpdates(ForwardOverlap):
@@ -277,33 +284,12 @@ class DeferredUpdates(ForwardOverlap):
                 param.grad = gradient
 
 
-class Compilations:
-    """Tells a ForwardOverlap when torch begins to compile."""
-
-    def __init__(self, overlap: ForwardOverlap) -> None:
-        # As the first step of an optimizer does.
-        from torch._dynamo.callback import callback_handler
-
-        self._callbacks = callback_handler.start_callbacks
-        reference = weakref.ref(overlap)
-
-        def begin(_: object) -> None:
-            overlap = reference()
-            if overlap is not None:
-                overlap.compile()
-
-        self._begin = begin
-        self._end = weakref.finalize(overlap, _drop, self._callbacks, begin)
-        self._end.atexit = False
-
-    def watch(self) -> None:
-        """Watch from now on, and after torch._dynamo.reset(), which forgets who watches."""
-        if self._begin not in self._callbacks:
-            self._callbacks.append(self._begin)
-
-    def close(self) -> None:
-        """Watch no more."""
-        self._end()
+def _compile(reference: weakref.ref[ForwardOverlap], _: object) -> None:
+    """Torch begins to compile: make all updates."""
+    overlap = reference()
+    if overlap is not None:
+        overlap.is_compiled = True
+        overlap.finish()
 
 
 def _drop(callbacks: list[Any], callback: Any) -> None:

@@ -329,7 +329,6 @@ class DistributedOptimizer(WrappedOptimizer):
                 self._add_unused()
                 self._exchange.wait()
                 self._exchange.bring_weights()
-                self._model.note_weights()
         except EpochChanged as error:
             self._model.go_on(error)
         for param in self._model.params.values():

@@ -59,11 +59,9 @@ class DistributedDataParallel(torch.nn.Module):
         self._end = PassEnd()
         is_device_shared = claim(self._names)
         broadcast_parameters(module.state_dict(), 0)
-        for param in self._names:
+        for param in self._names if size() > 1 else ():
             demand_own_device(is_device_shared(), "DistributedDataParallel", param.device)
-        if size() > 1:
-            for param in self._names:
-                watch(self._on_gradient, param, param)
+            watch(self._on_gradient, param, param)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""

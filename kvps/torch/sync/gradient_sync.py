@@ -501,6 +501,7 @@ class GradientSync:
         """Write the values that are back to the parameters."""
         for bucket in () if self._is_stepwise else self._arrived:
             bucket.bring(bucket.values, self._model.params)
+        self._model.note_weights()
 
     def release(self) -> dict[str, InFlight]:
         """End the step, and let the caller wait for the buckets that are away.

@@ -66,9 +66,10 @@ class ParameterSync:
         self._forget = forget
         self._has_returned = False
         """The servers went back at least once, so that ranks may be one step apart."""
-        self._versions: dict[str, int] | None = {}
-        """Parameter -> the number of writes to it, as torch counts them, when it had the weights of the
-        store; None once the user was warned."""
+        self._versions: dict[str, int] = {}
+        """Parameter -> the number of writes to it, as torch counts them, when it had the store's weights."""
+        self._is_warned = False
+        """The user knows of other writes."""
 
     @property
     def kv(self) -> Store:
@@ -139,9 +140,8 @@ class ParameterSync:
 
     def note_weights(self, names: Iterable[str] | None = None) -> None:
         """Note that these parameters, or all, have the weights of the store."""
-        if self._versions is not None:
-            chosen = self.params if names is None else names
-            self._versions.update([(name, self.params[name]._version) for name in chosen])
+        for name in self.params if names is None else names:
+            self._versions[name] = self.params[name]._version
 
     def check_weights(self) -> None:
         """Warn once if the script has given parameters other weights than the store has.
@@ -149,23 +149,16 @@ class ParameterSync:
         Call it before the first gradient of a step leaves. It asks the store only if torch has counted a
         write to a parameter: the script may have put back what was there.
         """
-        versions = self._versions
-        if versions is None or not isinstance(self._kv, KVStore):
+        params = self.params
+        written = [name for name in self.trained if params[name]._version != self._versions[name]]
+        if not written or self._is_warned or not isinstance(self._kv, KVStore):
             return
-        written = [
-            name
-            for name, param in self.params.items()
-            if versions[name] != param._version and param.requires_grad
-        ]
-        if not written:
-            return
-        stored = [torch.empty_like(self.params[name]) for name in written]
+        stored = [torch.empty_like(params[name]) for name in written]
         self._kv.pull(written, out=stored)
-        pairs = zip(written, stored, strict=True)
-        changed = [name for name, value in pairs if not value.equal(self.params[name])]
         self.note_weights(written)
+        changed = [name for name, value in zip(written, stored, strict=True) if not value.equal(params[name])]
         if changed:
-            self._versions = None
+            self._is_warned = True
             log.warning(LOST_WRITES, names_in_words(changed))
 
     # --- the optimizer in the store ---------------------------------------------------------------
