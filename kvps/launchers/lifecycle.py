@@ -482,7 +482,7 @@ class Launch:
         """The workers have other stores now: they go on without a lost worker, or they do not."""
         self._goes_on = goes_on
         if goes_on and self._stage is LaunchStage.ENDING and not self._other_code:
-            log.warning("the job goes on without the lost worker (on_worker_lost='shrink')")
+            log.warning("the job goes on after all, without the lost worker (on_worker_lost='shrink')")
             self._enter(LaunchStage.GOING, None)
 
     def _may_restart(self, child: Child, code: int) -> bool:
