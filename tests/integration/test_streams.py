@@ -225,7 +225,7 @@ def test_where_no_memory_is_left_the_stream_ends(pair: Pair, monkeypatch: pytest
     def none_left(size: int) -> memoryview:
         raise MemoryError
 
-    monkeypatch.setattr("kvps.net.streams.framing.memory", none_left)
+    monkeypatch.setattr("kvps.net.links.framing.memory", none_left)
     pair.server.send(route, pair.values(1 << 20), None)
     pair.until(lambda: not (pair.worker._streams or pair.server._streams), "the end of the stream")
     pair.ask(3)
@@ -299,7 +299,7 @@ def test_a_connection_that_is_replaced_ends_its_stream(pair: Pair) -> None:
 def test_a_box_in_the_path_ends_the_stream_and_changes_nothing(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
-    monkeypatch.setattr("kvps.net.streams.stream.SILENCE_S", 1.0)
+    monkeypatch.setattr("kvps.net.links.stream.SILENCE_S", 1.0)
     monkeypatch.setattr(streams, "KNOCK_EVERY_S", 0.2)
     monkeypatch.setattr(streams, "LOOK_EVERY_S", 0.1)
     carried = Stream()

@@ -15,7 +15,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvps.errors import ProtocolError
-from kvps.net.streams.framing import Buffer
+from kvps.net.links.framing import Buffer
 
 SECRET_BYTES = PASS_BYTES = 32
 PIECES_OF_KEY = 1024

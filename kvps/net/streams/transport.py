@@ -26,8 +26,8 @@ from kvps.core.limits import Limits
 from kvps.errors import ConfigError, ProtocolError
 from kvps.net import descriptors
 from kvps.net.inflow import data_limits
+from kvps.net.links.stream import Stream, hang_up
 from kvps.net.streams.seals import PASS_BYTES, SECRET_BYTES, TO_SERVER, TO_WORKER, AesSeal, Seals, pass_of
-from kvps.net.streams.stream import Stream, hang_up
 from kvps.net.tcp_watch import moved
 from kvps.net.transport import Disconnected
 from kvps.net.zeromq import ZmqTransport

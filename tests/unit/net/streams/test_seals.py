@@ -9,8 +9,8 @@ import pytest
 from kvps.errors import ProtocolError
 
 pytest.importorskip("cryptography", reason="the extra kvps[aes] is not installed")
+from kvps.net.links.framing import memory  # as above
 from kvps.net.streams import seals  # it needs the extra
-from kvps.net.streams.framing import memory  # as above
 from kvps.net.streams.seals import TO_SERVER, TO_WORKER, AesSeal  # as above
 
 SECRET = bytes(range(32))

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvps.errors import ProtocolError
-from kvps.net.streams import framing
-from kvps.net.streams.framing import SEGMENT_BYTES, Buffer, Reader, Writer, memory, rest_of
+from kvps.net.links import framing
+from kvps.net.links.framing import SEGMENT_BYTES, Buffer, Reader, Writer, memory, rest_of
 from kvps.protocol.wire import FRAME_BYTES_MAX, PAYLOAD_FRAMES_MAX
 
 LIMIT = 1 << 20

@@ -14,7 +14,7 @@ from typing import cast
 import zmq
 
 from kvps.core.effects import Hold, Route
-from kvps.net.streams.framing import Buffer, Reader, Writer, rest_of
+from kvps.net.links.framing import Buffer, Reader, Writer, rest_of
 from kvps.net.streams.seals import Seals
 from kvps.net.tcp_watch import Pulse
 

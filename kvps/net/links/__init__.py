@@ -1,0 +1,1 @@
+"""Links: the connections of a process that are not libzmq's."""
