@@ -3,7 +3,7 @@
 Two kinds of keys open connections. *Role keys* come from files, and open the door: with one, a process may
 ask the scheduler for a seat of that role, or look. *Session keys* are made in memory, one for each life of a
 seat; with one, a process speaks as that member and as nobody else. The scheduler learns them by ENROL, and
-tells all servers by VIEW. Processes of one host and one user connect without keys, through a *near door*, and
+tells all servers by VIEW. Processes of one host and one user connect without keys, by a *near link*, and
 are identified by their user, which could read their memory anyway.
 
 A name of a connection is what libzmq calls its User-Id: ``role:worker``, ``worker:3:17`` (role, rank and
@@ -61,36 +61,33 @@ def near_door(public_key: str) -> str:
     return f"ipc://@kvps-{blake2b(public_key.encode(), digest_size=16).hexdigest()}"
 
 
+def name_of_user(user: int) -> str:
+    """Return the name of connections between processes of one host and this user."""
+    return f"user:{user}"
+
+
 @dataclass(slots=True)
 class Keyring:
     """The public keys that a listening process knows.
 
     Args:
-        user: the number of the user that this process runs as.
         roles: public key -> the roles that its holder may have here.
         learns: a session key may become known after its process connects.
     """
 
-    user: int
     roles: Mapping[str, RoleKey] = field(default_factory=dict)
     learns: bool = False
     sessions: Mapping[str, str] = field(default_factory=dict)
     """By public key, the name of its connections."""
 
-    def decide(self, mechanism: str, address: str, key: str, now: float) -> Allow | Refusal:
+    def decide(self, key: str, now: float) -> Allow | Refusal:
         """Decide whether a connection may be made.
 
         Args:
-            mechanism: of ZMTP: ``NULL``, ``PLAIN`` or ``CURVE``.
-            address: of the peer; of one on this host ``host:user:group:process``.
-            key: its public key, in Z85; empty without CURVE.
+            key: its public key, in Z85; empty if it has none.
             now: seconds since 1970.
         """
-        if mechanism == "NULL":
-            parts = address.split(":")
-            is_ours = len(parts) == 4 and parts[1] == str(self.user)
-            return Allow(f"user:{self.user}") if is_ours else Refusal.NEVER
-        if mechanism != "CURVE":
+        if not key:
             return Refusal.NEVER
         if key in self.sessions:
             return Allow(self.sessions[key])

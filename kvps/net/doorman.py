@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from typing import Any, Protocol
 
 import zmq
 
@@ -23,7 +23,6 @@ from kvps.core.effects import Route
 from kvps.core.limits import TABLE, Limits
 from kvps.errors import KvpsError, ProtocolError
 from kvps.net.transport import Guard, Refused
-from kvps.net.zap import Porter
 from kvps.protocol import permissions, wire
 from kvps.protocol.envelope import Packet, Role
 from kvps.protocol.permissions import Place
@@ -74,8 +73,14 @@ class Misbehaviour:
         return True
 
 
+class Origin(Protocol):
+    """A frame of libzmq, or a link, which says whose connection it is."""
+
+    def get(self, option: Any) -> Any:
+        """Return a property of the connection."""
+
+
 log = logging.getLogger("kvps")
-_BUFFER = attrgetter("buffer")
 _OPENED = {str(role): Place[f"TO_{role.name}"] for role in permissions.LISTENING}
 """The first word of a connection's name -> the messages that may come along it."""
 
@@ -97,15 +102,19 @@ class Doorman:
         refused; its sender is not told), ``unheard`` or ``ignored``; how many connections became
         ignored; and how many were not sent to a peer that does not read: ``unread``."""
         self.admit: Guard = lambda route, envelope, kind: True
-        self.porter: Porter | None = None
-        """The authority that let in the connections that others opened to us; None where keys are
-        not checked."""
+        self.checks_names = False
+        """Whether the connections that others opened to us have names, as keys are checked."""
         self._place = permissions.LISTENING[role]
         self._misbehaviour = Misbehaviour((limits or Limits()).refused)
         self._clock = clock
 
-    def decode(self, route: Route, frames: Sequence[zmq.Frame]) -> Packet | None:
+    def decode(self, route: Route, frames: Sequence[memoryview], origin: Origin) -> Packet | None:
         """Return the packet that came along ``route``; None if it is not heard.
+
+        Args:
+            route: along which it came.
+            frames: its head and its payload.
+            origin: says whose connection that is.
 
         Raises:
             ProtocolError: if it is none, or comes along a connection of ours and has no business there.
@@ -115,19 +124,19 @@ class Doorman:
             self.counts["ignored"] += 1
             return None
         try:
-            unread = wire.read_envelope(list(map(_BUFFER, frames)))
+            unread = wire.read_envelope(frames)
             envelope, kind, head, _, _ = unread
         except ProtocolError as error:
-            raise self._malformed(route, frames, error) from None
+            raise self._malformed(route, origin, error) from None
         is_opened = isinstance(route, str)
         place = _OPENED[route.partition(" ")[0]] if isinstance(route, str) else self._place
         try:
-            if self.porter is not None and not is_opened:
-                permissions.check_name(_name_of(frames), place, envelope, kind)
+            if self.checks_names and not is_opened:
+                permissions.check_name(_said(origin, "User-Id", "nobody"), place, envelope, kind)
             permissions.check(place, envelope, kind, len(head))
             is_heard = self.admit(route, envelope, kind)
         except KvpsError as error:
-            self._refused(route, "untold" if is_opened else "refused", frames)
+            self._refused(route, "untold" if is_opened else "refused", origin)
             if is_opened:
                 raise ProtocolError(f"{error} (from {route!s})") from None
             raise Refused(route, envelope) from error
@@ -137,42 +146,37 @@ class Doorman:
         try:
             return wire.read_body(unread)
         except ProtocolError as error:
-            raise self._malformed(route, frames, error) from None
+            raise self._malformed(route, origin, error) from None
 
-    def _malformed(self, route: Route, frames: Sequence[zmq.Frame], error: ProtocolError) -> ProtocolError:
+    def _malformed(self, route: Route, origin: Origin, error: ProtocolError) -> ProtocolError:
         """Count a packet that is none, and return the error with the place where it came from."""
-        self._refused(route, "bytes", frames)
-        return type(error)(f"{error} (from {whence(route, frames)})")
+        self._refused(route, "bytes", origin)
+        return type(error)(f"{error} (from {whence(route, origin)})")
 
-    def _refused(self, route: Route, why: str, frames: Sequence[zmq.Frame]) -> None:
+    def _refused(self, route: Route, why: str, origin: Origin) -> None:
         self.counts[why] += 1
         if isinstance(route, bytes) and self._misbehaviour.refused(route, self._clock()):
             self.counts["ignored connections"] += 1
             log.warning(
                 "%d packets of one connection (from %s) were refused within %.0f s; it is ignored for %.0f s",
                 self._misbehaviour.refused_max,
-                whence(route, frames),
+                whence(route, origin),
                 WITHIN_S,
                 IGNORED_S,
             )
 
 
-def _name_of(frames: Sequence[zmq.Frame]) -> str:
-    """Return the name of the connection along which a message came; libzmq says it on every frame."""
+def _said(origin: Origin, what: str, otherwise: str) -> str:
+    """Return a property of the connection along which a message came; libzmq says it on every frame."""
     try:
-        return str(frames[0].get("User-Id"))
-    except (IndexError, zmq.ZMQError):
-        return "nobody"
+        return str(origin.get(what))
+    except zmq.ZMQError:
+        return otherwise
 
 
-def whence(route: Route, frames: Sequence[zmq.Frame]) -> str:
+def whence(route: Route, origin: Origin) -> str:
     """Return where a message came from: a connection of ours, or its host's address if libzmq tells."""
-    if isinstance(route, str):
-        return route
-    try:
-        return str(frames[0].get("Peer-Address"))
-    except (IndexError, zmq.ZMQError):
-        return "an unknown host"
+    return route if isinstance(route, str) else _said(origin, "Peer-Address", "an unknown host")
 
 
 def descriptor_of(frames: Sequence[zmq.Frame]) -> int | None:

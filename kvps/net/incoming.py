@@ -7,7 +7,6 @@ monitor are turned into drops, told apart by the file descriptor that libzmq nam
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -15,12 +14,13 @@ from collections.abc import Iterator
 import zmq
 
 from kvps.core.effects import Route
-from kvps.core.key_roles import near_door
+from kvps.core.key_roles import Keyring, near_door
 from kvps.errors import ConfigError
 from kvps.net import descriptors
 from kvps.net.doorman import Doorman
 from kvps.net.inflow import Inflow
-from kvps.net.sockets import Sockets, is_wire
+from kvps.net.links.links import NEAR, Links
+from kvps.net.sockets import Sockets
 from kvps.net.tcp_watch import events_of
 from kvps.net.transport import DROPPED, Disconnected
 from kvps.net.zap import DOMAIN, Keys
@@ -45,9 +45,10 @@ class IncomingConnections:
 
     Args:
         sockets: of this process.
+        links: of this process.
         role: what the process is.
         keys: by which it accepts connections; None to accept any, in clear text.
-        doorman: checks packets by the porter that let in their connection.
+        doorman: checks packets by the names of their connections, where there are keys.
         inflow: counts the unread bytes of each connection.
         queue_max: messages that wait to leave along one connection; a peer that does not read gets no more.
     """
@@ -55,13 +56,14 @@ class IncomingConnections:
     def __init__(
         self,
         sockets: Sockets,
+        links: Links,
         role: Role,
         keys: Keys | None,
         doorman: Doorman,
         inflow: Inflow,
         queue_max: int,
     ) -> None:
-        self._sockets, self._role, self._keys = sockets, role, keys
+        self._sockets, self._links, self._role, self._keys = sockets, links, role, keys
         self._doorman, self._inflow, self._queue_max = doorman, inflow, queue_max
         self.router: zmq.Socket[bytes] | None = None
         self.monitor: zmq.Socket[bytes] | None = None
@@ -71,8 +73,6 @@ class IncomingConnections:
         """How many handshakes of others failed, by why."""
         self.routes: dict[int, Route] = {}
         """The route of each connection that has carried a message, by its file descriptor."""
-        self.is_wired = False
-        """Whether packets to others leave this machine's memory."""
         self.tells_drops = False
         """Whether connections that break are watched."""
         self._shortage = descriptors.Shortage()
@@ -83,23 +83,31 @@ class IncomingConnections:
         Raises:
             ConfigError: if that cannot be.
         """
-        assert self.router is None, "one place to listen is enough"
-        router = self._sockets.router()
+        assert not self.endpoint, "one place to listen is enough"
+        if endpoint.startswith(NEAR):
+            if not self._links.listen_near(endpoint):
+                raise ConfigError(
+                    f"cannot listen for processes of this host at {endpoint}: the name is taken"
+                )
+            self.endpoint = endpoint
+            return
+        router = self._sockets.new(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.SNDHWM, self._queue_max)
         router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         keys = self._keys
-        if keys is not None or not is_wire(endpoint):
-            self._doorman.porter = self._sockets.checked(router)
-        if keys is not None and is_wire(endpoint):
+        if keys is not None:
+            ring = Keyring(keys.opens, learns=self._role is Role.SERVER)
+            router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+            self._sockets.ask(ring)
+            self._doorman.checks_names = True
             if self._role is Role.SERVER:
-                with contextlib.suppress(zmq.ZMQError):  # then its neighbours come by TCP, too
-                    router.bind(near_door(keys.session.public))
-            router.setsockopt(zmq.CURVE_SERVER, 1)  # of places that are bound from here on
+                self._links.listen_near(near_door(keys.session.public))  # or its neighbours come by TCP, too
+            router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, keys.listening(self._role).secret.encode())
         self.tells_drops = watch
         monitor = router.get_monitor_socket(_EVENTS)
-        self._sockets.poller.register(monitor, zmq.POLLIN)
+        self._sockets.watch(monitor)
         try:
             router.bind(endpoint)
         except zmq.ZMQError as error:
@@ -109,11 +117,9 @@ class IncomingConnections:
                 "running there? Choose another port with --bind, or port 0 for a free one"
             ) from error
         self.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.is_wired = is_wire(self.endpoint)
-        if self.is_wired:
-            self._inflow.port = int(self.endpoint.rpartition(":")[2])
+        self._inflow.port = int(self.endpoint.rpartition(":")[2])
         self.router, self.monitor = router, monitor
-        self._sockets.poller.register(router, zmq.POLLIN)
+        self._sockets.watch(router)
 
     def events(self) -> Iterator[tuple[Route, Disconnected]]:
         """Take in which connections were made and which broke; yield these, if they are watched."""

@@ -9,18 +9,11 @@ is found out when one offers its own.
 from __future__ import annotations
 
 import os
-import socket
-import struct
-from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
-_ANSWERS_MAX_S = 0.2
-"""Longest wait for a process with a backlog of connections."""
-_CREDENTIALS = struct.Struct("@iii")
-"""Format of ``struct ucred``: process, user and group of the listener."""
 
 
 def machine() -> int:
@@ -39,15 +32,3 @@ def machine() -> int:
         return 0
     named = b"%b %d %d" % (boot, network.st_dev, network.st_ino)
     return int.from_bytes(blake2b(named, digest_size=7).digest(), "big") or 1
-
-
-def is_kin(endpoint: str) -> bool:
-    """Whether a process of our own user listens at ``ipc://@NAME``, a name in the kernel of this host."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return False
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_ANSWERS_MAX_S)
-        probe.connect("\0" + endpoint.removeprefix("ipc://@"))
-        told = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        return bool(_CREDENTIALS.unpack(told)[1] == os.geteuid())
-    return False

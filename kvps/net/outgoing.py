@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 
 import zmq
 
@@ -19,8 +20,8 @@ from kvps.core.effects import Connect, Route
 from kvps.core.key_roles import near_door
 from kvps.errors import ConfigError, Unauthorized
 from kvps.net import descriptors
-from kvps.net.locality import is_kin
-from kvps.net.sockets import Sockets, is_wire
+from kvps.net.links.links import NEAR, Links
+from kvps.net.sockets import Sockets
 from kvps.net.tcp_watch import CAN_COUNT, Pulse, Watch, events_of, moved
 from kvps.net.zap import EVENTS, Handshakes, Keys
 from kvps.protocol.envelope import Envelope, Packet, Role
@@ -45,52 +46,50 @@ class OutgoingConnections:
     Args:
         sockets: of this process.
         keys: by which it speaks; None for clear text.
+        links: of this process.
     """
 
-    def __init__(self, sockets: Sockets, keys: Keys | None) -> None:
-        self._sockets, self._keys = sockets, keys
+    def __init__(self, sockets: Sockets, keys: Keys | None, links: Links) -> None:
+        self._sockets, self._keys, self._links = sockets, keys, links
         self.dealers: dict[str, zmq.Socket[bytes]] = {}
         self.names: dict[zmq.Socket[bytes], str] = {}
         """The name of each connection that is read."""
-        self.wired: set[str] = set()
-        """Names of the connections whose packets leave this machine's memory."""
         self.refusals: deque[tuple[Route, Packet]] = deque()
         """Packets that stand in for an answer where no connection is made."""
         self.reconnects = 0
         """Number of connections that broke, or that others have replaced."""
-        self._openings: dict[str, Connect] = {}
+        self.openings: dict[str, Connect] = {}
         """How each connection was opened, by its name."""
         self._watches: dict[str, Watch] = {}
         self._fading: list[tuple[float, zmq.Socket[bytes]]] = []
         """The connections that have others in their place, and when they are closed."""
         self._handshakes = Handshakes(keys)
 
-    def connect(self, to: Connect) -> None:
+    def connect(self, to: Connect, at_once: bool = True) -> None:
         """Open a connection; it replaces an older one of its name.
 
-        One to a peer on this host that has a key goes through its near door, where it is open and
-        its process of our own user: nothing is sealed there.
+        One to a peer on this host is a near link, where it takes those. Without ``at_once``, a peer that has
+        no other way is tried a little later.
 
         Raises:
             ConfigError: if its endpoint is none, or there are too few file descriptors.
         """
         name, endpoint = to.to, to.endpoint
         descriptors.demand(f"the connection to {name}", descriptors.CONNECTION)
-        if to.is_near and to.key and is_kin(near_door(to.key)):
-            endpoint = near_door(to.key)
         self._replace(to)
+        self.openings[name] = to
+        if endpoint.startswith(NEAR):
+            self._links.connect(name, endpoint, True, at_once)
+            return
+        if to.is_near and to.key and self._links.connect(name, near_door(to.key)):
+            return
         dealer = self._sockets.new(zmq.DEALER)
         if name.startswith(f"{Role.READER} "):
             dealer.setsockopt(zmq.RCVHWM, RELAY_QUEUE_MAX)
             dealer.setsockopt(zmq.MAXMSGSIZE, RELAY_FRAME_BYTES_MAX)
-        self.wired.discard(name)
-        if is_wire(endpoint):
-            self.wired.add(name)
-            self._watch(name, dealer, CONTROL_HEARTBEAT_S if to.is_near is None else DATA_HEARTBEAT_S)
-            if self._keys is not None:
-                self._handshakes.seal(dealer, to.key, to.is_member)
-        else:
-            self._sockets.checked(dealer)
+        self._watch(name, dealer, CONTROL_HEARTBEAT_S if to.is_near is None else DATA_HEARTBEAT_S)
+        if self._keys is not None:
+            self._handshakes.seal(dealer, to.key, to.is_member)
         try:
             dealer.connect(endpoint)
         except zmq.ZMQError as error:
@@ -99,17 +98,22 @@ class OutgoingConnections:
             raise ConfigError(
                 f"{endpoint!r} is not an address of {name}: {error.strerror}. Write it as tcp://HOST:PORT"
             ) from error
-        self._openings[name] = to
         self.dealers[name] = dealer
         self.names[dealer] = name
         self._fade(time.monotonic())
-        self._sockets.poller.register(dealer, zmq.POLLIN)
+        self._sockets.watch(dealer)
+
+    def reconnect(self, name: str, has_heard: bool) -> None:
+        """Open a connection again whose link ended; by ZeroMQ if nothing had come along that."""
+        self.reconnects += 1
+        to = self.openings[name]
+        self.connect(to if has_heard else replace(to, is_near=False), has_heard)
 
     def reopen(self, name: str) -> None:
         """Open a connection again whose queue is full: it has none, as libzmq has given up."""
         if name in self._watches:
             self._on_socket_events(name)  # why
-        self.connect(self._openings[name])
+        self.connect(self.openings[name])
 
     def hear(self, events: object) -> None:
         """Take in what libzmq tells of the connection to the scheduler, if ``events`` are of that."""
@@ -128,7 +132,7 @@ class OutgoingConnections:
                 watch.pulse = Pulse(watch.silence_s, now)
             counted = moved(watch.up)
             if counted is not None and watch.pulse.is_dead(now, counted):
-                self.connect(self._openings[name])
+                self.connect(self.openings[name])
 
     def close(self) -> None:
         """Watch no longer."""
@@ -147,7 +151,7 @@ class OutgoingConnections:
             events = dealer.get_monitor_socket(EVENTS)
             self._watches[name] = Watch(events, every_s + silence_s)
             if name == "scheduler":  # to be told at once that it is not served
-                self._sockets.poller.register(events, zmq.POLLIN)
+                self._sockets.watch(events)
 
     def _forget(self, name: str, dealer: zmq.Socket[bytes]) -> None:
         """Watch a connection no longer."""
@@ -155,7 +159,7 @@ class OutgoingConnections:
             dealer.disable_monitor()
             events = self._watches.pop(name).events
             if name == "scheduler":
-                self._sockets.poller.unregister(events)
+                self._sockets.unwatch(events)
             events.close(0)
 
     def _on_socket_events(self, name: str) -> None:
@@ -177,9 +181,9 @@ class OutgoingConnections:
 
     def _fail(self, name: str, kind: int, value: int, made_s: float) -> None:
         """A connection to the scheduler was made, and then not served."""
-        is_turned, why = self._handshakes.failed(self._openings[name].endpoint, kind, value, made_s)
+        is_turned, why = self._handshakes.failed(self.openings[name].endpoint, kind, value, made_s)
         if is_turned:
-            self.connect(self._openings[name])
+            self.connect(self.openings[name])
         elif why:  # the core hears that there is no way to the scheduler, as if that had said so
             envelope = Envelope(bytes(16), 0, Role.SCHEDULER, 0, 0, 0)
             self.refusals.append(("scheduler", Packet(envelope, Error(0, Unauthorized.code, why))))
@@ -188,11 +192,12 @@ class OutgoingConnections:
 
     def _replace(self, to: Connect) -> None:
         """Let the older connection of this name fade, if there is one."""
+        self._links.disconnect(to.to)
         old = self.dealers.pop(to.to, None)
         if old is None:
             return
         self._forget(to.to, old)
-        is_handed_over = to.is_member and not self._openings[to.to].is_member
+        is_handed_over = to.is_member and not self.openings[to.to].is_member
         self.reconnects += not is_handed_over
         if not is_handed_over:
             self._deafen(old)
@@ -208,4 +213,4 @@ class OutgoingConnections:
     def _deafen(self, dealer: zmq.Socket[bytes]) -> None:
         """Read nothing more from a connection."""
         if self.names.pop(dealer, None) is not None:
-            self._sockets.poller.unregister(dealer)
+            self._sockets.unwatch(dealer)

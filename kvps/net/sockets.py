@@ -1,5 +1,14 @@
 """The sockets of one process: their options, who may connect to them, and the wait for all of them
-at once."""
+at once.
+
+The wait
+--------
+libzmq gives each of its sockets a descriptor that becomes readable when something has happened to the socket.
+It says no more: whether a message is there is asked of the socket, and that takes the event in. Any other
+use of the socket takes it in, too. So a socket that was used since it was asked last is asked before the
+process sleeps, and all others are left alone until their descriptor is readable. ``zmq_poll`` asks each
+socket twice for each wait.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +18,13 @@ import os
 import socket
 import time
 from functools import cache
-from typing import Any
+from select import POLLIN, poll
 
 import zmq
 import zmq.utils.garbage  # its exit handler refuses sends without a copy: it must be known before ours
 
 from kvps.core.key_roles import Keyring
-from kvps.net.zap import DOMAIN, Keys, Porter
-from kvps.protocol.envelope import Role
+from kvps.net.zap import Porter
 
 _OPTIONS: tuple[tuple[int, int], ...] = (
     (zmq.LINGER, 0),
@@ -36,16 +44,18 @@ class Sockets:
     """The sockets of one process, the poller that waits for them, and the pair of sockets that wakes it.
 
     Args:
-        role: what the process is.
-        keys: of the process; None if it has none.
         frame_bytes_max: the longest frame that is taken; libzmq checks it before it allocates.
     """
 
-    def __init__(self, role: Role, keys: Keys | None, frame_bytes_max: int) -> None:
-        self._role, self._keys = role, keys
+    def __init__(self, frame_bytes_max: int) -> None:
         self._frame_bytes_max = frame_bytes_max
         self._context = zmq.Context()
-        self.poller = zmq.Poller()
+        self._zmq: dict[int, zmq.Socket[bytes]] = {}
+        """The watched sockets of libzmq, by descriptor."""
+        self.poll = poll()
+        """Waits for those, and for descriptors of others."""
+        self.used: set[zmq.Socket[bytes]] = set()
+        """The watched sockets of libzmq that were used since they were asked last, and some others."""
         self.porter: Porter | None = None
         """The authority that libzmq asks whether a connection is allowed; None while no socket has
         it asked."""
@@ -53,48 +63,69 @@ class Sockets:
         self._waker.setblocking(False)
         self._woken.setblocking(False)
         self._woken_fd = self._woken.fileno()
-        self.poller.register(self._woken_fd, zmq.POLLIN)
+        self.poll.register(self._woken_fd, POLLIN)
+
+    def watch(self, source: zmq.Socket[bytes]) -> None:
+        """Have :meth:`wait` tell when there is something to receive from a socket."""
+        fd = int(source.getsockopt(zmq.FD))
+        self._zmq[fd] = source
+        self.used.add(source)
+        self.poll.register(fd, POLLIN)
+
+    def unwatch(self, source: zmq.Socket[bytes]) -> None:
+        """Have :meth:`wait` tell nothing more of a socket, which is still open."""
+        fd = int(source.getsockopt(zmq.FD))
+        del self._zmq[fd]
+        self.used.discard(source)
+        self.poll.unregister(fd)
 
     def new(self, kind: int) -> zmq.Socket[bytes]:
         """Return a new socket."""
+        if kind == zmq.ROUTER:  # for the connections that others open
+            _seed()
         made = self._context.socket(kind)
         for option, value in (*_OPTIONS, (zmq.MAXMSGSIZE, self._frame_bytes_max)):
             made.setsockopt(option, value)
         return made
 
-    def router(self) -> zmq.Socket[bytes]:
-        """Return a new socket for the connections that others open."""
-        _seed()
-        return self.new(zmq.ROUTER)
+    def ask(self, ring: Keyring) -> None:
+        """Answer libzmq from now on, by the keys of ``ring``."""
+        self.porter = Porter(self._context, ring)
+        self.watch(self.porter.socket)
 
-    def checked(self, made: zmq.Socket[bytes]) -> Porter:
-        """Have libzmq ask for each connection of a socket whether it is allowed; return the object
-        that answers."""
-        made.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        made.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        if self.porter is None:
-            opens, learns = self._keys.opens if self._keys else {}, self._role is Role.SERVER
-            self.porter = Porter(self._context, Keyring(os.geteuid(), opens, learns))
-            self.poller.register(self.porter.socket, zmq.POLLIN)
-        return self.porter
+    def wait(self, wait_s: float | None) -> tuple[list[zmq.Socket[bytes]], list[tuple[int, int]]]:
+        """Wait up to ``wait_s`` (None: for ever), and answer libzmq's questions.
 
-    def wait(self, wait_s: float | None) -> dict[Any, int]:
-        """Wait up to ``wait_s`` (None: for ever), answer libzmq's questions, and return the
-        sockets that are ready."""
+        Returns:
+            The sockets of libzmq that have something to receive; and the ready descriptors of others, with
+            their events as of :func:`select.poll`.
+        """
         porter = self.porter
         if porter is not None and porter.waiting:
             left_s = max(0.0, porter.waiting[0].until - time.monotonic())
             wait_s = left_s if wait_s is None else min(wait_s, left_s)
-        limit_ms = -1 if wait_s is None else math.ceil(wait_s * 1000)
-        ready = dict(zmq.zmq_poll(self.poller.sockets, limit_ms))
-        if ready.pop(self._woken_fd, None):
-            self._woken.recv(4096)
+        ready = list(filter(has_come, self.used))
+        events = []
+        limit_ms = 0 if ready else None if wait_s is None else math.ceil(wait_s * 1000)
+        for fd, event in self.poll.poll(limit_ms):
+            told = self._zmq.get(fd)
+            if told is not None:
+                if told not in ready and has_come(told):
+                    ready.append(told)
+            elif fd == self._woken_fd:
+                self._woken.recv(4096)
+            else:
+                events.append((fd, event))
+        self.used.clear()
+        self.used.update(ready)  # a caller may leave some for the next time
         if porter is not None:
             if porter.socket in ready:
+                ready.remove(porter.socket)
                 porter.answer()
             if porter.waiting:
                 porter.look()
-        return ready
+                self.used.add(porter.socket)
+        return ready, events
 
     def wake(self) -> None:
         """Make a waiting :meth:`wait` return; any thread may call this, at any time."""
@@ -121,6 +152,6 @@ def _seed() -> None:
     ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
 
 
-def is_wire(endpoint: str) -> bool:
-    """Whether packets to an endpoint travel outside this machine's memory, where they may be damaged."""
-    return endpoint.startswith("tcp:")
+def has_come(source: zmq.Socket[bytes]) -> bool:
+    """Whether there is something to receive from a socket of libzmq."""
+    return bool(int(source.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

@@ -90,14 +90,9 @@ def new_pair() -> KeyPair:
     return KeyPair(public.decode(), secret.decode())
 
 
-_REASONS = {"CURVE": "unknown_key", "NULL": "other_user"}
-"""Why a connection is refused, by the mechanism of its handshake."""
-
-
 class _Question(NamedTuple):
     route: bytes
     number: bytes
-    mechanism: str
     address: str
     key: str
     until: float
@@ -120,8 +115,7 @@ class Porter:
     ) -> None:
         self.ring = ring
         self.refused: Counter[str] = Counter()
-        """How many connections were refused: ``unknown_key``, ``other_user`` (of this host), or
-        ``no_key``."""
+        """How many connections were refused: ``unknown_key`` or ``no_key``."""
         self._clock = clock
         self.waiting: list[_Question] = []
         """Questions about keys that may become known; :meth:`look` is due when the first ends."""
@@ -144,14 +138,8 @@ class Porter:
             route, _, _, number, _, address, _, mechanism, *credentials = parts
             is_curve = mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32
             key = z85.encode(credentials[0]).decode() if is_curve else ""
-            question = _Question(
-                route,
-                number,
-                mechanism.decode("ascii", "replace"),
-                address.decode("ascii", "replace"),
-                key,
-                self._clock() + WAITS_MAX_S,
-            )
+            whence, until = address.decode("ascii", "replace"), self._clock() + WAITS_MAX_S
+            question = _Question(route, number, whence, key, until)
             if not self._decide(question, is_last=len(self.waiting) >= WAITING_MAX):
                 self.waiting.append(question)
 
@@ -165,7 +153,7 @@ class Porter:
 
     def _decide(self, question: _Question, is_last: bool) -> bool:
         """Answer a question, unless it is to wait; return whether it was answered."""
-        verdict = self.ring.decide(question.mechanism, question.address, question.key, time.time())
+        verdict = self.ring.decide(question.key, time.time())
         if verdict is Refusal.NOT_YET and not is_last:
             return False
         name, status = "", 200
@@ -180,7 +168,7 @@ class Porter:
         return True
 
     def _refused(self, question: _Question) -> None:
-        self.refused[_REASONS.get(question.mechanism, "no_key")] += 1
+        self.refused["unknown_key" if question.key else "no_key"] += 1
         now = self._clock()
         if now < self._quiet_until:
             self._unsaid += 1

@@ -7,13 +7,15 @@ the windows of the protocol, not by a water mark. Packets that go by TCP have a 
 
 :class:`~kvps.net.incoming.IncomingConnections` and :class:`~kvps.net.outgoing.OutgoingConnections` hold the
 connections, :class:`~kvps.net.sockets.Sockets` what both need, and :class:`~kvps.net.zeromq.SocketReader`
-takes messages apart.
+takes messages apart. Between processes of one user on one host packets go along near links
+(:mod:`kvps.net.links.links`), and not by ZeroMQ.
 
 Frames of messages are taken from a socket, counted, and dropped where a message has too many for a packet.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter
@@ -30,15 +32,18 @@ from kvps.net import descriptors
 from kvps.net.doorman import Doorman, descriptor_of, whence
 from kvps.net.incoming import IncomingConnections
 from kvps.net.inflow import CONTROL, Inflow, data_limits
+from kvps.net.links.links import Links
+from kvps.net.links.stream import Stream
 from kvps.net.memory import give_back
 from kvps.net.outgoing import OutgoingConnections
-from kvps.net.sockets import Sockets
+from kvps.net.sockets import Sockets, has_come
 from kvps.net.tcp_watch import COPIED_MIN_BYTES, Outflow
 from kvps.net.transport import Disconnected, Encoding, Guard, Refusals
 from kvps.net.zap import Keys
 from kvps.protocol import wire
 from kvps.protocol.envelope import Packet, Role
 
+log = logging.getLogger("kvps")
 BATCH = 64
 """Packets taken from one socket before the others, and the timers, get their turn."""
 QUEUE_MAX = {True: 1000, False: 16384}
@@ -46,9 +51,6 @@ QUEUE_MAX = {True: 1000, False: 16384}
 peer that does not read its answers gets no more; it asks again for the answers that it missed."""
 CONTROL_BYTES_MAX = 1 << 20
 """Bytes of the longest frame that a scheduler takes: no packet to it has a payload."""
-STREAM_S = 100e-6
-"""A packet for which the loop has waited longer mostly has no other behind it, and asking costs 10 µs. If it
-has, the next wait ends at once."""
 LOOK_EVERY_S = 1.0
 """How often it is looked whether anything moves."""
 SURPLUS_BATCH = 4096
@@ -102,11 +104,12 @@ class ZmqTransport:
         self._reader = SocketReader(self._inflow, is_sealed=keys is not None)
         self._outflow = Outflow(limits.unread)
         frame_bytes_max = CONTROL_BYTES_MAX if is_control else wire.FRAME_BYTES_MAX
-        self._sockets = Sockets(role, keys, frame_bytes_max)
+        self._sockets = Sockets(frame_bytes_max)
         self.wake = self._sockets.wake
-        self._outgoing = OutgoingConnections(self._sockets, keys)
+        self._links = Links(self._sockets, limits.unread, self._ended)
+        self._outgoing = OutgoingConnections(self._sockets, keys, self._links)
         self._incoming = IncomingConnections(
-            self._sockets, role, keys, self._doorman, self._inflow, QUEUE_MAX[is_control]
+            self._sockets, self._links, role, keys, self._doorman, self._inflow, QUEUE_MAX[is_control]
         )
         self._look_at = time.monotonic()
         if bind is not None:
@@ -126,7 +129,8 @@ class ZmqTransport:
         """The packets and connections that were refused."""
         porter = self._sockets.porter
         asked = porter.refused if porter is not None else Counter()
-        return Refusals(self._doorman.counts, asked + self._incoming.failures, self._inflow.closings)
+        counted = asked + self._incoming.failures + self._links.refused
+        return Refusals(self._doorman.counts, counted, self._inflow.closings)
 
     @property
     def reconnects(self) -> int:
@@ -135,8 +139,9 @@ class ZmqTransport:
 
     def trust(self, keys: dict[str, str]) -> None:
         """Take connections by these session keys."""
-        if self._sockets.porter is not None:
-            self._sockets.porter.trust(keys)
+        if (porter := self._sockets.porter) is not None:
+            porter.trust(keys)
+            self._sockets.used.add(porter.socket)
 
     def open_by(self, roles: Mapping[str, RoleKey]) -> None:
         """Take connections by these keys of roles from now on; those that were made stay."""
@@ -166,23 +171,24 @@ class ZmqTransport:
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
         """Send, or drop if there is no peer, or if the peer does not read."""
         size_bytes = sum(map(_nbytes, packet.payload)) if packet.payload else 0
-        copied_bytes = 0
-        if hold is None and size_bytes and isinstance(route, bytes):
-            copied_bytes = size_bytes
-            if self._outflow.is_full(route, copied_bytes):
+        copied_bytes = size_bytes if hold is None and isinstance(route, bytes) else 0
+        link = self._links.by_route.get(route)
+        if link is not None:
+            if not link.send(self.encoding.encode(packet, checked=False), hold, copied_bytes):
                 self._doorman.counts["unread"] += 1
-                return
+            return
+        if copied_bytes and self._outflow.is_full(route, copied_bytes):
+            self._doorman.counts["unread"] += 1
+            return
         is_copied = size_bytes < COPIED_MIN_BYTES
         is_tracked = not is_copied and (hold is not None or copied_bytes > 0)
-        if isinstance(route, bytes):
-            target, is_wired = self._incoming.router, self._incoming.is_wired
-        else:
-            target, is_wired = self._outgoing.dealers.get(route), route in self._outgoing.wired
-        frames = self.encoding.encode(packet, checked=self._checksums and is_wired)
+        target = self._incoming.router if isinstance(route, bytes) else self._outgoing.dealers.get(route)
+        frames = self.encoding.encode(packet, checked=self._checksums)
         if isinstance(route, bytes):
             frames.insert(0, route)
         tracker = None
         if target is not None:
+            self._sockets.used.add(target)
             try:
                 for frame in frames[:-1]:
                     _send(target, frame, _MORE, is_copied, is_tracked)
@@ -202,23 +208,38 @@ class ZmqTransport:
 
     def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
         """Wait up to ``timeout_s`` and yield the packets that came."""
-        incoming, outgoing, inflow = self._incoming, self._outgoing, self._inflow
+        incoming, outgoing, inflow, behind = self._incoming, self._outgoing, self._inflow, self._links.behind
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + LOOK_EVERY_S
-            outgoing.look(now)
-            incoming.look(now)
+            self._look(now)
         if now >= inflow.due:
             inflow.look(now)
-        if outgoing.refusals:
+        if now >= self._links.due:
+            self._links.look_for(now)
+        due = min(inflow.due, self._links.due)
+        if outgoing.refusals or behind:
             timeout_s = 0.0
-        elif inflow.due < math.inf:
-            left_s = max(0.0, inflow.due - now)
+        elif due < math.inf:
+            left_s = max(0.0, due - now)
             timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
-        ready = self._sockets.wait(timeout_s)
-        has_waited = time.monotonic() >= now + STREAM_S
+        ready, events = self._sockets.wait(timeout_s)
         if self._outflow.leaving:
             self._outflow.look()
+        if events:
+            self._links.receive(events)
+        for link in list(behind):
+            for _ in range(BATCH):
+                if link not in behind:  # no other has come, or the link has ended
+                    break
+                come = link.come.popleft()
+                if not link.come:
+                    del behind[link]
+                heard = self._doorman.decode(link.route, come, link)
+                del come
+                if heard is not None:
+                    yield link.route, heard
+                del heard
         names, router = outgoing.names, incoming.router
         for source in ready:
             if source is incoming.monitor:
@@ -244,29 +265,45 @@ class ZmqTransport:
                 if name is None:
                     route, packet = self._enter(frames)
                 else:
-                    route, packet = name, self._doorman.decode(name, frames)
+                    route, packet = name, self._decode(name, frames, frames[0])
                 if packet is not None:
                     yield route, packet
                 # What came before may have led to another connection in its place.
-                if has_waited or names.get(source) != name or not zmq.zmq_poll([(source, zmq.POLLIN)], 0):
+                if names.get(source) != name or not has_come(source):
                     break
 
     def _enter(self, frames: list[zmq.Frame]) -> tuple[Route, Packet | None]:
         """Return the route and the packet of a message along a connection that was opened to us."""
-        route = frames[0].bytes
+        route, origin = frames[0].bytes, frames[-1]
         if not (self._inflow.connections or self._incoming.tells_drops):
-            return route, self._doorman.decode(route, frames[1:])
+            return route, self._decode(route, frames[1:], origin)
         fd = descriptor_of(frames)
         if fd is not None:
             self._incoming.routes[fd] = route
             self._inflow.took(fd, self._reader.octets(frames))
-        packet = self._doorman.decode(route, frames[1:])
+        packet = self._decode(route, frames[1:], origin)
         if fd is not None and packet is not None:
             self._inflow.know(fd)
         return route, packet
 
+    def _decode(self, route: Route, frames: list[zmq.Frame], origin: zmq.Frame) -> Packet | None:
+        return self._doorman.decode(route, [frame.buffer for frame in frames], origin)
+
+    def _look(self, now: float) -> None:
+        """Close, and open again, what does not move."""
+        self._outgoing.look(now)
+        self._incoming.look(now)
+        self._links.look()
+
+    def _ended(self, link: Stream, why: str) -> None:
+        """A link or stream ended: what is said along its route goes along another connection."""
+        log.info("the %s of %s ended: %s", "near link" if link.is_near else "stream", link.name, why)
+        if link.is_near and isinstance(link.route, str):
+            self._outgoing.reconnect(link.route, link.has_heard)
+
     def close(self, linger_s: float) -> None:
         """Close all sockets, giving what is queued ``linger_s`` to leave."""
+        self._links.close(linger_s)
         self._incoming.close()
         self._outgoing.close()
         self._sockets.close(linger_s)
@@ -310,7 +347,7 @@ class SocketReader:
                     self._inflow.took(fd, self.octets(frames))
                 raise ProtocolError(
                     f"a message of more than {1 + wire.PAYLOAD_FRAMES_MAX} frames "
-                    f"(from {whence(route or frames[0].bytes, frames[before:])})"
+                    f"(from {whence(route or frames[0].bytes, frames[-1])})"
                 )
             frames.append(socket.recv(zmq.NOBLOCK, copy=False))  # the rest of a message is there
         return frames

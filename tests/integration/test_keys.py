@@ -20,7 +20,8 @@ from kvps.core.effects import Connect, Effect, Exit, Send
 from kvps.core.key_roles import near_door
 from kvps.core.membership_client import Identity, MembershipClient
 from kvps.errors import Unauthorized
-from kvps.net import outgoing
+from kvps.net.links import links
+from kvps.net.links.framing import record_of
 from kvps.net.zap import KeyPair, Keys, new_pair
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol import wire
@@ -388,7 +389,7 @@ def test_launch_makes_keys_by_itself(processes: Processes) -> None:
 
 
 def connections(key: str) -> int:
-    """Return how many there are to the near door of a server with this key."""
+    """Return how many there are to the near link of a server with this key."""
     name = near_door(key).removeprefix("ipc://")
     listed = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
     return sum([words[-1] == name and words[5] == "03" for words in listed])
@@ -409,7 +410,7 @@ def test_connection_falls_back_to_tcp_where_the_local_socket_is_closed(
     )
     listening.trust({worker.public: "worker:1:1"})
     coming = ZmqTransport(keys=Keys(("s" * 40,), session=worker))
-    monkeypatch.setattr(outgoing, "is_kin", lambda endpoint: False)
+    monkeypatch.setattr(links, "is_ours", lambda connection: False)
     with closing(contextlib.ExitStack()) as ends:
         for item in (listening, coming):
             ends.callback(item.close, 0.0)
@@ -428,9 +429,9 @@ def test_connection_falls_back_to_tcp_where_the_local_socket_is_closed(
 @pytest.mark.spec("R248")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
 @pytest.mark.parametrize("user", [0, 65534])
-@pytest.mark.parametrize("where", ["neighbour", "near door"])
+@pytest.mark.parametrize("where", ["neighbour", "near link"])
 def test_another_user_of_this_host_is_not_heard(user: int, where: str) -> None:
-    keys = Keys(role=new_pair()) if where == "near door" else None
+    keys = Keys(role=new_pair()) if where == "near link" else None
     transport = ZmqTransport(role=Role.SERVER if keys else Role.WORKER, keys=keys)
     if keys is None:
         endpoint = f"ipc://@kvps-test-{os.getpid()}-{user}"
@@ -439,19 +440,19 @@ def test_another_user_of_this_host_is_not_heard(user: int, where: str) -> None:
         endpoint = near_door(keys.session.public)
         transport.listen("tcp://127.0.0.1:0")
     says = (
-        "import os, sys, zmq\n"
-        "context = zmq.Context()\n"
-        "dealer = context.socket(zmq.DEALER)\n"
+        "import os, socket, sys\n"
+        "connection = socket.socket(socket.AF_UNIX)\n"
         f"os.setuid({user})\n"
-        f"dealer.connect({endpoint!r})\n"
-        "dealer.send(sys.stdin.buffer.read())\n"
-        f"dealer.poll({3000 if user else 30_000})\n"
-        "context.destroy(0)\n"
+        f"connection.connect({endpoint.replace('ipc://@', chr(0))!r})\n"
+        "connection.sendall(sys.stdin.buffer.read())\n"
+        "connection.recv(1)\n"
     )
-    (head,) = wire.encode(Packet(Envelope(bytes(16), 0, Role.WORKER, 1, 1, 1), m.Probe((1,))))
+    record = b"".join(
+        record_of(wire.encode(Packet(Envelope(bytes(16), 0, Role.WORKER, 1, 1, 1), m.Probe((1,)))))
+    )
     with subprocess.Popen([sys.executable, "-c", says], stdin=subprocess.PIPE) as child:
         assert child.stdin is not None
-        child.stdin.write(head)
+        child.stdin.write(record)
         child.stdin.close()
         heard: list[object] = []
         while child.poll() is None and not heard:

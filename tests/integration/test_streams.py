@@ -19,7 +19,8 @@ import kvps
 from kvps.core.effects import Connect
 from kvps.core.limits import Limits
 from kvps.errors import ConfigError
-from kvps.net import outgoing
+from kvps.net import zeromq
+from kvps.net.links import links
 from kvps.net.transport import Refused
 from kvps.net.zap import Keys, new_pair
 from kvps.net.zeromq import ZmqTransport
@@ -96,7 +97,7 @@ class Pair:
     @property
     def is_up(self) -> bool:
         """Whether both ends send along a stream."""
-        return bool(self.worker._by_route and self.server._by_route)
+        return bool(self.worker._links.by_route and self.server._links.by_route)
 
     def values(self, size: int) -> Packet:
         """Return an answer with payload."""
@@ -110,8 +111,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    monkeypatch.setattr(outgoing, "is_kin", lambda endpoint: False)
+def pair() -> Iterator[Pair]:
     with closing(Pair()) as made:
         yield made
 
@@ -137,7 +137,7 @@ def test_packets_go_along_the_stream_in_their_order(pair: Pair, monkeypatch: pyt
     route = pair.meet()
     pair.at_server.clear()
     pair.at_worker.clear()
-    monkeypatch.setattr("kvps.net.zeromq.ZmqTransport.send", None)  # nothing goes there any more
+    monkeypatch.setattr(zeromq, "_send", None)  # nothing goes there any more
     hold, sizes = Hold(), [4, 4096, 2 << 20, 400_000, 4, 700_000]
     answers = [pair.values(size) for size in sizes]
     for number, answer in enumerate(answers):
@@ -154,7 +154,7 @@ def test_packets_go_along_the_stream_in_their_order(pair: Pair, monkeypatch: pyt
 @pytest.mark.parametrize("end", ["worker", "server"])
 def test_when_a_stream_breaks_packets_go_by_zeromq(pair: Pair, end: str) -> None:
     route = pair.meet()
-    broken = next(iter(getattr(pair, end)._streams.values()))
+    broken = getattr(pair, end)._streams[0]
     broken._connection.shutdown(socket.SHUT_RDWR)
     pair.until(lambda: not (pair.worker._streams or pair.server._streams), "the end of the stream")
     for number in range(10, 20):
@@ -166,15 +166,15 @@ def test_when_a_stream_breaks_packets_go_by_zeromq(pair: Pair, end: str) -> None
 @pytest.mark.parametrize("end", ["worker", "server"])
 def test_a_descriptor_that_a_child_has_copied_keeps_no_stream(pair: Pair, end: str) -> None:
     pair.meet()
-    (stream,) = pair.worker._streams.values()
-    copy = os.dup(stream.fd)  # as fork does
+    (stream,) = pair.worker._streams
+    fd, copy = stream.fd, os.dup(stream.fd)  # as fork does
     if end == "worker":
-        pair.worker._finish(stream, "it is over")
+        pair.worker._links.end(stream, "it is over")
     else:
-        (other,) = pair.server._streams.values()
-        pair.server._finish(other, "it is over")
+        (other,) = pair.server._streams
+        pair.server._links.end(other, "it is over")
     pair.until(lambda: not (pair.worker._streams or pair.server._streams), "the end of the stream")
-    assert not pair.worker._epoll.poll(0)
+    assert fd not in dict(pair.worker._sockets.poll.poll(0))
     os.close(copy)
 
 
@@ -182,10 +182,11 @@ def test_a_descriptor_that_a_child_has_copied_keeps_no_stream(pair: Pair, end: s
 def test_a_descriptor_that_a_child_has_copied_keeps_no_stranger(pair: Pair) -> None:
     with stranger(pair) as sock:
         pair.until(lambda: pair.server._strangers, "the stranger")
-        copy = os.dup(next(iter(pair.server._strangers)))
+        fd = next(iter(pair.server._strangers))
+        copy = os.dup(fd)
         sock.send(bytes(PASS_BYTES))
         pair.until(lambda: is_closed(sock), "its end")
-        assert not pair.server._epoll.poll(0)
+        assert fd not in dict(pair.server._sockets.poll.poll(0))
         os.close(copy)
 
 
@@ -205,12 +206,12 @@ def test_a_member_has_one_stream(pair: Pair, monkeypatch: pytest.MonkeyPatch) ->
     other = WorkerStreams(None, role=Role.WORKER, **pair.options)
     other.connect(pair.to)
     for number in range(10, 20):
-        before = list(pair.server._streams.values())
+        before = list(pair.server._streams)
         ZmqTransport.send((other, pair.worker)[number % 2], NAME, Packet(WORKER, Probe((number,))), None)
 
         def is_replaced(before: list[Any] = before) -> bool:
             list(other.poll(0))
-            streams_now = list(pair.server._streams.values())
+            streams_now = list(pair.server._streams)
             return streams_now != before and all(stream.is_up for stream in streams_now)
 
         pair.until(is_replaced, "another stream")
@@ -231,26 +232,9 @@ def test_where_no_memory_is_left_the_stream_ends(pair: Pair, monkeypatch: pytest
     pair.ask(3)
 
 
-@pytest.mark.spec("R458")
-def test_a_connection_that_cannot_be_watched_is_closed(pair: Pair) -> None:
-    class Full:
-        inner = pair.server._epoll
-
-        def register(self, *_: object) -> None:
-            raise OSError("no watch is left")
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.inner, name)
-
-    pair.server._epoll = Full()  # type: ignore[assignment]
-    with stranger(pair) as sock:
-        pair.until(lambda: is_closed(sock), "its end")
-    assert not pair.server._strangers
-
-
 @pytest.mark.spec("R203")
 def test_of_unfinished_packets_the_largest_ends(pair: Pair) -> None:
-    pair.server._limits = replace(pair.server._limits, members=9)
+    pair.server._links.limits = replace(pair.server._links.limits, members=9)
     streams_of = {}
     for size in (7, 1, 4, 3):
         connection, secret = stranger(pair), os.urandom(SECRET_BYTES)
@@ -258,15 +242,15 @@ def test_of_unfinished_packets_the_largest_ends(pair: Pair) -> None:
         made = pair.server._stream(connection, b"%d" % size, f"worker:{size}:1", seals)
         made.reader.unfinished = size
         streams_of[size] = made
-    pair.server._look(time.monotonic())
-    assert list(pair.server._streams.values()) == [streams_of[size] for size in (1, 4, 3)]
+    pair.server._links.look()
+    assert list(pair.server._streams) == [streams_of[size] for size in (1, 4, 3)]
 
 
 @pytest.mark.spec("R458")
 def test_an_event_of_an_earlier_connection_turns_nobody_away(pair: Pair) -> None:
     with stranger(pair) as sock:
         pair.until(lambda: pair.server._strangers, "the stranger")
-        pair.server._is_ready(next(iter(pair.server._strangers)))
+        pair.server._read_pass(next(iter(pair.server._strangers)))
         assert pair.server._strangers
         assert not is_closed(sock)
 
@@ -287,9 +271,9 @@ def test_where_the_port_cannot_be_reached_packets_go_by_zeromq(pair: Pair) -> No
 @pytest.mark.spec("R457")
 def test_a_connection_that_is_replaced_ends_its_stream(pair: Pair) -> None:
     pair.meet()
-    first = next(iter(pair.worker._streams.values()))
+    first = pair.worker._streams[0]
     pair.worker.connect(pair.to)
-    assert first not in pair.worker._streams.values()
+    assert first not in pair.worker._streams
     pair.ask(3)
     pair.until(lambda: pair.is_up, "another stream")
 
@@ -301,7 +285,7 @@ def test_a_box_in_the_path_ends_the_stream_and_changes_nothing(
 ) -> None:
     monkeypatch.setattr("kvps.net.links.stream.SILENCE_S", 1.0)
     monkeypatch.setattr(streams, "KNOCK_EVERY_S", 0.2)
-    monkeypatch.setattr(streams, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(zeromq, "LOOK_EVERY_S", 0.1)
     carried = Stream()
     with closing(TcpProxy(f"tcp://127.0.0.1:{pair.server.port}", lambda number: carried)) as box:
         pair.server.port = int(box.endpoint.rpartition(":")[2])
@@ -366,7 +350,7 @@ def test_a_pass_without_its_secret_opens_nothing(pair: Pair, monkeypatch: pytest
         pair.until(lambda: pair.server._streams, "a stream")
         thief.send((16).to_bytes(4, "big") + (16 ^ 0xFFFFFFFF).to_bytes(4, "big") + os.urandom(16))
         pair.until(lambda: is_closed(thief), "its end")
-    assert not pair.server._by_route
+    assert not pair.server._links.by_route
     pair.ask(3)
 
 
@@ -381,12 +365,12 @@ def test_a_member_speaks_for_itself_alone(pair: Pair) -> None:
 @pytest.mark.spec("R459")
 def test_a_peer_that_does_not_read_costs_no_more_than_the_limit(pair: Pair) -> None:
     route = pair.meet()
-    unread = pair.server._unread_max_bytes
+    unread = pair.server._links._unread_max_bytes
     answer = pair.values(unread // 4)
     began = time.monotonic()
     for _ in range(40):
         pair.server.send(route, answer, None)
-    (stream,) = pair.server._streams.values()
+    (stream,) = pair.server._streams
     assert stream._copied_bytes <= unread
     assert pair.server.refused.packets["unread"] >= 30
     assert time.monotonic() < began + 20
@@ -403,8 +387,8 @@ def test_holds_are_released_when_a_stream_ends(pair: Pair) -> None:
     for _ in range(10):
         pair.server.send(route, pair.values(4 << 20), hold)
     assert hold.count < 10
-    (stream,) = pair.server._streams.values()
-    pair.server._finish(stream, "it is over")
+    (stream,) = pair.server._streams
+    pair.server._links.end(stream, "it is over")
     assert hold.count == 10
 
 
@@ -412,7 +396,7 @@ def test_holds_are_released_when_a_stream_ends(pair: Pair) -> None:
 def test_an_offer_that_nobody_takes_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerStreams, "_open", lambda *_: None)
     monkeypatch.setattr(streams, "MADE_S", 0.2)
-    monkeypatch.setattr(streams, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(zeromq, "LOOK_EVERY_S", 0.1)
     pair.worker.connect(pair.to)
     pair.server.send(pair.ask(), Packet(SERVER, Welcome(1, 7, 2, 1)), None)
     pair.ask(2)
@@ -445,7 +429,7 @@ def test_each_push_counts_once_while_streams_break(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, value)
     for module in ("connection", "call_table"):
         monkeypatch.setattr(f"kvps.core.worker.{module}.PROBE_AFTER_S", PROBE_AFTER_S)
-    monkeypatch.setattr(outgoing, "is_kin", lambda endpoint: False)
+    monkeypatch.setattr(links, "is_ours", lambda connection: False)
     servers, counts, ended = [], Counter[str](), threading.Event()
     create = ServerStreams.__init__
 
@@ -458,7 +442,7 @@ def test_each_push_counts_once_while_streams_break(monkeypatch: pytest.MonkeyPat
     def harm() -> None:
         chance = random.Random(3)
         while not ended.wait(chance.uniform(0.001, 0.02)):
-            up = [stream for server in servers for stream in list(server._by_route.values())]
+            up = [stream for server in servers for stream in list(server._links.by_route.values())]
             if up:
                 counts["broken"] += 1
                 with suppress(OSError):

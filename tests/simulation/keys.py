@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
 
-from kvps.core.key_roles import KEY_CHARACTERS, Allow, Keyring, Refusal, RoleKey
+from kvps.core.key_roles import KEY_CHARACTERS, Allow, Keyring, Refusal, RoleKey, name_of_user
 from kvps.net.doorman import Doorman
 from kvps.protocol.envelope import Role
 
 USER = 1000
-NEAR = f"localhost:{USER}:{USER}:7"
-"""Address of a process of the same user on the same host."""
 ROLES = {role: f"role-{role}".ljust(KEY_CHARACTERS, ".") for role in ("server", "worker", "look")}
 """The public keys of roles."""
 
@@ -37,9 +34,10 @@ class ProcessKeys:
     role: str = ""
 
     def name(self, key: str) -> str | Refusal:
-        """Return the name of a connection to this process by a public key; empty for a near door."""
-        mechanism, address = ("CURVE", "10.0.0.1") if key else ("NULL", NEAR)
-        answer = self.ring.decide(mechanism, address, key, 0.0)
+        """Return the name of a connection to this process by a public key; empty for a near link."""
+        if not key:
+            return name_of_user(USER)
+        answer = self.ring.decide(key, 0.0)
         return answer.name if isinstance(answer, Allow) else answer
 
 
@@ -47,16 +45,15 @@ def keys_of(role: Role, life: str) -> ProcessKeys:
     """Return the keys of one life of a process."""
     if role is Role.SCHEDULER:
         roles = {key: RoleKey(name) for name, key in ROLES.items()}
-        return ProcessKeys(Keyring(USER, roles), "scheduler".ljust(KEY_CHARACTERS, "."))
-    ring = Keyring(USER, learns=role is Role.SERVER)
+        return ProcessKeys(Keyring(roles), "scheduler".ljust(KEY_CHARACTERS, "."))
+    ring = Keyring(learns=role is Role.SERVER)
     return ProcessKeys(ring, f"{role}-{life}".ljust(KEY_CHARACTERS, "."), ROLES[str(role)])
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """A frame as pyzmq gives it to the doorman."""
+class Origin:
+    """A connection, as the doorman asks a frame of pyzmq for it."""
 
-    buffer: memoryview
     name: str
 
     def get(self, option: str) -> str:
@@ -68,5 +65,5 @@ def doorman_of(role: Role, clock: Callable[[], float], keys: ProcessKeys | None)
     """Return the doorman of a process."""
     doorman = Doorman(role, clock)
     if keys is not None:
-        doorman.porter = cast(Any, keys.ring)  # here it decides without a socket
+        doorman.checks_names = True
     return doorman

@@ -38,7 +38,7 @@ from kvps.net.transport import Refused
 from kvps.protocol import wire
 from kvps.protocol.envelope import Loan, Packet, Role
 from kvps.protocol.membership import View, ViewChanges
-from tests.simulation.keys import Frame, ProcessKeys, doorman_of
+from tests.simulation.keys import Origin, ProcessKeys, doorman_of
 
 T = TypeVar("T")
 EVENTS_MAX = 300_000
@@ -75,7 +75,7 @@ class Connection:
     endpoint: str
     back: bytes
     key: str = ""
-    """The public key by which it was opened; empty without keys, and through a near door."""
+    """The public key by which it was opened; empty without keys, and by a near link."""
     expects: str = ""
     """The public key of the other end, where that is known."""
     title: str | Refusal | None = None
@@ -414,8 +414,8 @@ class Network:
         if self._view is not None and self._view[0] == frames[0]:
             packet = self._view[1]
         else:
-            received = [Frame(memoryview(item), title) for item in memory]
-            packet = self._spend(target, self._judged, target, route, received)
+            received = [memoryview(item) for item in memory]
+            packet = self._spend(target, self._judged, target, route, received, Origin(title))
             if packet is None:
                 return
             if type(packet.message) in (View, ViewChanges):
@@ -448,10 +448,12 @@ class Network:
 
         self.at(time, make)
 
-    def _judged(self, target: Process, route: Route, frames: list[Frame]) -> Packet | None:
+    def _judged(
+        self, target: Process, route: Route, frames: list[memoryview], origin: Origin
+    ) -> Packet | None:
         """Return the packet that a process hears, if it does; else its sender may be told why."""
         try:
-            return target.doorman.decode(route, cast(Any, frames))
+            return target.doorman.decode(route, frames, origin)
         except ProtocolError:
             if not self.faults.flip and target.keys is None:
                 raise  # what was sent is a packet

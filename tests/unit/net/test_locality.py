@@ -1,7 +1,5 @@
 """Which processes are near each other."""
 
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvps.net import locality
-from kvps.net.locality import is_kin, machine
+from kvps.net.locality import machine
 from kvps.runtime.member_process import own_machine
 
 
@@ -58,38 +56,3 @@ def test_process_on_tcp_only_has_no_machine(monkeypatch: pytest.MonkeyPatch) -> 
     for setting, expected in (("auto", machine()), ("shm", machine()), ("tcp", 0)):
         monkeypatch.setenv("KVPS_TRANSPORT", setting)
         assert own_machine() == expected
-
-
-class TestKin:
-    """Who listens at a name in the kernel."""
-
-    LISTENS = (
-        "import os, socket, sys\n"
-        "os.setuid(int(sys.argv[2]))\n"
-        "one = socket.socket(socket.AF_UNIX)\n"
-        "one.bind('\\0' + sys.argv[1])\n"
-        "one.listen()\n"
-        "print('listens', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-
-    def test_nobody(self) -> None:
-        assert not is_kin(f"ipc://@kvps-nobody-{os.getpid()}")
-
-    @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
-    @pytest.mark.parametrize("user", [0, 65534])
-    def test_a_process_of_this_user(self, user: int) -> None:
-        name = f"kvps-kin-{os.getpid()}-{user}"
-        argv = [sys.executable, "-c", self.LISTENS, name, str(user)]
-        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == b"listens\n"
-            assert is_kin(f"ipc://@{name}") == (user == 0)
-            child.communicate(b"")
-
-    def test_a_system_that_does_not_tell(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delattr(socket, "SO_PEERCRED")
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.bind(f"\0kvps-untold-{os.getpid()}")
-            connection.listen()
-            assert not is_kin(f"ipc://@kvps-untold-{os.getpid()}")

@@ -1,7 +1,6 @@
 """Whose connections are taken, asked by libzmq itself; and what failed handshakes mean."""
 
 import logging
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ class Door:
         self.dealers: list[zmq.Socket[bytes]] = []
         self.role, self.session, self.own = new_pair(), new_pair(), new_pair()
         self.context = zmq.Context()
-        ring = Keyring(os.geteuid(), {self.role.public: RoleKey("worker")}, learns)
+        ring = Keyring({self.role.public: RoleKey("worker")}, learns)
         self.porter = Porter(self.context, ring, lambda: self.now)
         self.router = self.context.socket(zmq.ROUTER)
         self.router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from kvps.errors import ProtocolError
 from kvps.net.links import framing
-from kvps.net.links.framing import SEGMENT_BYTES, Buffer, Reader, Writer, memory, rest_of
+from kvps.net.links.framing import (
+    SEGMENT_BYTES,
+    Buffer,
+    Reader,
+    memory,
+    pieces_of,
+    record_of,
+    rest_of,
+    whole_record,
+)
 from kvps.protocol.wire import FRAME_BYTES_MAX, PAYLOAD_FRAMES_MAX
 
 LIMIT = 1 << 20
@@ -39,8 +48,8 @@ class Numbered:
 
 def octets_of(packets: Sequence[Sequence[bytes]]) -> bytes:
     """Return what goes along a stream."""
-    writer = Writer(Numbered())
-    return b"".join([b"".join(map(bytes, some)) for frames in packets for some in writer.record(frames)])
+    seal = Numbered()
+    return b"".join([b"".join(map(bytes, some)) for frames in packets for some in pieces_of(frames, seal)])
 
 
 def read(octets: bytes, sizes: Sequence[int] = (LIMIT,)) -> list[list[bytes]]:
@@ -119,13 +128,13 @@ def record(first: bytes) -> bytes:
     ],
 )
 def test_a_bad_record_is_refused_before_memory_is_taken(octets: bytes) -> None:
-    with pytest.raises(ProtocolError, match="a stream has a record"):
+    with pytest.raises(ProtocolError, match="a record "):
         read(octets)
 
 
 @pytest.mark.spec("R454")
 def test_a_first_record_is_short() -> None:
-    with pytest.raises(ProtocolError, match="first piece has"):
+    with pytest.raises(ProtocolError, match="has a first piece"):
         read(octets_of([[bytes(framing.KNOCK_BYTES_MAX)]]))
 
 
@@ -133,3 +142,46 @@ def test_a_first_record_is_short() -> None:
 def test_the_rest_of_some_bytes(count: int) -> None:
     left = rest_of([b"abc", b"", memoryview(b"de"), b"fg"], count)
     assert b"".join(map(bytes, left)) == b"abcdefg"[count:]
+
+
+def test_octets_of_a_record_that_is_not_sealed() -> None:
+    assert b"".join(record_of([b"head"])).hex(" ") == "00 00 00 06 ff ff ff f9 00 00 68 65 61 64"
+    octets = b"".join(record_of([b"head", b"abc", b""]))
+    assert octets.hex(" ") == "00 00 00 0e ff ff ff f1 00 02 00 00 00 03 00 00 00 00 68 65 61 64 61 62 63"
+
+
+@pytest.mark.spec("R616")
+@given(
+    st.lists(st.lists(st.binary(max_size=300), max_size=4), min_size=1, max_size=6),
+    st.lists(st.integers(1, 900), min_size=1, max_size=5),
+)
+def test_packets_that_are_not_sealed_come_out_as_they_went_in(
+    payloads: list[list[bytes]], sizes: list[int]
+) -> None:
+    packets = [[b"a head", *frames] for frames in payloads]
+    octets = b"".join([bytes(part) for frames in packets for part in record_of(frames)])
+    at, whole = 0, []
+    while found := whole_record(memoryview(octets), at, len(octets)):
+        whole.append([bytes(frame) for frame in found[0]])
+        assert whole_record(memoryview(octets), at, found[1] - 1) is None
+        at = found[1]
+    assert (whole, at) == (packets, len(octets))
+    come: list[list[memoryview]] = []
+    at, turn = 0, 0
+    for piece in Reader(None, LIMIT, come.append).pieces():
+        while len(piece) and at < len(octets):
+            part = octets[at : at + min(len(piece), sizes[turn % len(sizes)])]
+            piece[: len(part)] = part
+            at, turn, piece = at + len(part), turn + 1, piece[len(part) :]
+        if at == len(octets) and len(piece):
+            break
+    assert [[bytes(frame) for frame in frames] for frames in come] == packets
+
+
+@pytest.mark.spec("R617")
+@given(st.binary(max_size=60))
+def test_noise_is_no_whole_record_beyond_what_has_come(octets: bytes) -> None:
+    found = whole_record(memoryview(octets), 0, len(octets))
+    if found is not None:
+        frames, end = found
+        assert b"".join(map(bytes, record_of(frames))) == octets[:end]
