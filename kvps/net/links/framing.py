@@ -15,8 +15,6 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from kvps.errors import ProtocolError
 from kvps.protocol.wire import FRAME_BYTES_MAX, HEAD_BYTES_MAX, PAYLOAD_FRAMES_MAX
 
@@ -31,6 +29,10 @@ KNOCK_BYTES_MAX = 256
 
 def memory(size: int) -> memoryview:
     """Return memory whose contents are undefined: a large piece takes none before it is written to."""
+    if size <= 64 << 10:
+        return memoryview(bytearray(size))
+    import numpy as np  # a scheduler, whose packets are small, does without
+
     return np.empty(size, np.uint8).data
 
 
