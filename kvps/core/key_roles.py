@@ -48,14 +48,14 @@ class RoleKey:
     """When it ends, in seconds since 1970; None for never."""
 
 
-def near_door(public_key: str) -> str:
+def near_endpoint(public_key: str) -> str:
     """Return where the holder of a session key listens to processes of its own user on its own host.
 
     It is a name in the kernel and no file. No process without the key can take it first, and only members
     know the key.
 
     Example:
-        >>> near_door("k" * 40)
+        >>> near_endpoint("k" * 40)
         'ipc://@kvps-bbd45a27d36740c1b28aea126e641a68'
     """
     return f"ipc://@kvps-{blake2b(public_key.encode(), digest_size=16).hexdigest()}"

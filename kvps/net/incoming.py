@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import zmq
 
 from kvps.core.effects import Route
-from kvps.core.key_roles import Keyring, near_door
+from kvps.core.key_roles import Keyring, near_endpoint
 from kvps.errors import ConfigError
 from kvps.net import descriptors
 from kvps.net.doorman import Doorman
@@ -102,7 +102,9 @@ class IncomingConnections:
             self._sockets.ask(ring)
             self._doorman.checks_names = True
             if self._role is Role.SERVER:
-                self._links.listen_near(near_door(keys.session.public))  # or its neighbours come by TCP, too
+                self._links.listen_near(
+                    near_endpoint(keys.session.public)
+                )  # or its neighbours come by TCP, too
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, keys.listening(self._role).secret.encode())
         self.tells_drops = watch

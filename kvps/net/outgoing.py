@@ -17,7 +17,7 @@ from dataclasses import replace
 import zmq
 
 from kvps.core.effects import Connect, Route
-from kvps.core.key_roles import near_door
+from kvps.core.key_roles import near_endpoint
 from kvps.errors import ConfigError, Unauthorized
 from kvps.net import descriptors
 from kvps.net.links.links import NEAR, Links
@@ -81,7 +81,7 @@ class OutgoingConnections:
         if endpoint.startswith(NEAR):
             self._links.connect(name, endpoint, True, at_once)
             return
-        if to.is_near and to.key and self._links.connect(name, near_door(to.key)):
+        if to.is_near and to.key and self._links.connect(name, near_endpoint(to.key)):
             return
         dealer = self._sockets.new(zmq.DEALER)
         if name.startswith(f"{Role.READER} "):

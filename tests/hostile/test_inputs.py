@@ -22,7 +22,7 @@ import zmq
 
 from kvps import protocol as m
 from kvps.compression.spec import CODECS, CodecSpec
-from kvps.core.key_roles import near_door
+from kvps.core.key_roles import near_endpoint
 from kvps.core.limits import TABLE
 from kvps.errors import Overload
 from kvps.net.zap import new_pair
@@ -718,8 +718,8 @@ def test_another_thread_of_outsiders(target: Target) -> None:
         thread.join()
 
 
-def test_the_near_door_is_none_for_the_scheduler(target: Target) -> None:
+def test_a_near_link_is_none_for_the_scheduler(target: Target) -> None:
     """And nobody listens where a scheduler's would be."""
-    name = near_door(target.scheduler_key).removeprefix("ipc://@")
+    name = near_endpoint(target.scheduler_key).removeprefix("ipc://@")
     with socket.socket(socket.AF_UNIX) as connection, pytest.raises(ConnectionRefusedError):
         connection.connect("\0" + name)

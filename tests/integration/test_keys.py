@@ -17,7 +17,7 @@ import zmq
 import kvps
 from kvps import protocol as m
 from kvps.core.effects import Connect, Effect, Exit, Send
-from kvps.core.key_roles import near_door
+from kvps.core.key_roles import near_endpoint
 from kvps.core.membership_client import Identity, MembershipClient
 from kvps.errors import Unauthorized
 from kvps.net.links import links
@@ -390,13 +390,13 @@ def test_launch_makes_keys_by_itself(processes: Processes) -> None:
 
 def connections(key: str) -> int:
     """Return how many there are to the near link of a server with this key."""
-    name = near_door(key).removeprefix("ipc://")
+    name = near_endpoint(key).removeprefix("ipc://")
     listed = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
     return sum([words[-1] == name and words[5] == "03" for words in listed])
 
 
 @pytest.mark.spec("R248")
-def test_a_member_of_this_host_comes_through_the_near_door(job: Job) -> None:
+def test_a_member_of_this_host_comes_through_the_near_endpoint(job: Job) -> None:
     assert connections(job.server_key) == 1
 
 
@@ -437,7 +437,7 @@ def test_another_user_of_this_host_is_not_heard(user: int, where: str) -> None:
         endpoint = f"ipc://@kvps-test-{os.getpid()}-{user}"
         transport.listen(endpoint)
     else:
-        endpoint = near_door(keys.session.public)
+        endpoint = near_endpoint(keys.session.public)
         transport.listen("tcp://127.0.0.1:0")
     says = (
         "import os, socket, sys\n"

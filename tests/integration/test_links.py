@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvps.core.effects import Connect
-from kvps.core.key_roles import near_door
+from kvps.core.key_roles import near_endpoint
 from kvps.net.links import links
 from kvps.net.links.framing import record_of
 from kvps.net.links.stream import BATCH
@@ -23,77 +23,26 @@ from kvps.net.transport import Refused
 from kvps.net.zap import Keys, new_pair
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol import wire
-from kvps.protocol.envelope import Envelope, Packet, Role
-from kvps.protocol.membership import Probe, Probed
-from kvps.protocol.values import Pulled, Stand
+from kvps.protocol.envelope import Packet, Role
+from kvps.protocol.membership import Probed
 from tests.integration.processes import until
-
-JOB = bytes(range(16))
-WORKER = Envelope(JOB, 0, Role.WORKER, 1, 7, 1)
-SERVER = Envelope(JOB, 0, Role.SERVER, 0, 2, 0)
-NAME = "server 0"
+from tests.integration.transport_pair import NAME, SERVER, Hold, TransportPair, probe, values
 
 
-class Hold:
-    """Counts how often it is released."""
-
-    count = 0
-
-    def release(self) -> None:
-        self.count += 1
-
-
-class Pair:
+class Pair(TransportPair):
     """A server and a worker of one host with keys."""
 
     def __init__(self) -> None:
         session = new_pair()
         keys = Keys(role=new_pair(), session=new_pair())
         self.server = ZmqTransport("tcp://127.0.0.1:0", role=Role.SERVER, keys=keys)
-        self.server.trust({session.public: "worker:1:7"})
         self.worker = ZmqTransport(keys=Keys(("s" * 40,), session=session))
-        self.to = Connect(NAME, self.server.endpoint, True, keys.session.public, True)
-        self.door = near_door(keys.session.public).replace("ipc://@", "\0")
-        self.at_server: list[tuple[Any, Any]] = []
-        self.at_worker: list[tuple[Any, Any]] = []
-
-    def poll(self) -> None:
-        """Let both do what there is to do."""
-        self.at_worker += list(self.worker.poll(0.001))
-        self.at_server += list(self.server.poll(0.001))
-
-    def until(self, is_so: Any, what: str) -> None:
-        """Poll both until something is so."""
-
-        def look() -> bool:
-            self.poll()
-            return bool(is_so())
-
-        until(look, what)
-
-    def ask(self, number: int = 1) -> Any:
-        """Send a packet to the server; return its route when it has come."""
-        self.worker.send(NAME, probe(number), None)
-        self.until(lambda: self.at_server and self.at_server[-1][1] == probe(number), "a packet")
-        return self.at_server[-1][0]
+        self.introduce(keys, session.public, is_near=True)
+        self.door = near_endpoint(keys.session.public).replace("ipc://@", "\0")
 
     def near(self) -> list[Any]:
         """Return the server's links."""
         return list(self.server._links.by_fd.values())
-
-    def close(self) -> None:
-        """Close both."""
-        self.worker.close(0.0)
-        self.server.close(0.0)
-
-
-def probe(number: int) -> Packet:
-    return Packet(WORKER, Probe((number,)))
-
-
-def values(size: int) -> Packet:
-    message = Pulled(1, 1, 1, True, (Stand(0, size // 4, 1, 1),))
-    return Packet(SERVER, message, (memoryview(bytearray(os.urandom(size))),))
 
 
 @pytest.fixture

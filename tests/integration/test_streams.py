@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 import kvps
-from kvps.core.effects import Connect
 from kvps.core.limits import Limits
 from kvps.errors import ConfigError
 from kvps.net import zeromq
@@ -24,66 +23,31 @@ from kvps.net.links import links
 from kvps.net.transport import Refused
 from kvps.net.zap import Keys, new_pair
 from kvps.net.zeromq import ZmqTransport
-from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.protocol.envelope import Packet, Role
 from kvps.protocol.membership import Probe, Probed, Welcome
-from kvps.protocol.values import Pulled, Stand
 from tests.faults.counting import PROBE_AFTER_S, train
 from tests.faults.streams import Stream, TcpProxy
-from tests.integration.processes import until
+from tests.integration.transport_pair import NAME, SERVER, WORKER, Hold, TransportPair, values
 
 pytest.importorskip("cryptography", reason="the extra kvps[aes] is not installed")
 from kvps.net.streams import transport as streams  # it needs the extra
 from kvps.net.streams.seals import PASS_BYTES, SECRET_BYTES, TO_SERVER, TO_WORKER, AesSeal  # as above
 from kvps.net.streams.transport import ServerStreams, WorkerStreams  # as above
 
-JOB = bytes(range(16))
-WORKER = Envelope(JOB, 0, Role.WORKER, 1, 7, 1)
-SERVER = Envelope(JOB, 0, Role.SERVER, 0, 2, 0)
-NAME = "server 0"
 
+class Pair(TransportPair):
+    """A server and a worker of two hosts with keys."""
 
-class Hold:
-    """Counts how often it is released."""
-
-    count = 0
-
-    def release(self) -> None:
-        self.count += 1
-
-
-class Pair:
-    """A server and a worker, who know each other's keys."""
+    server: ServerStreams
+    worker: WorkerStreams
 
     def __init__(self) -> None:
         session = new_pair()
         keys = Keys(role=new_pair(), session=new_pair())
         self.server = ServerStreams("tcp://127.0.0.1:0", role=Role.SERVER, keys=keys, limits=Limits())
-        self.server.trust({session.public: "worker:1:7"})
         self.options: dict[str, Any] = {"keys": Keys(("s" * 40,), session=session), "limits": Limits()}
         self.worker = WorkerStreams(None, role=Role.WORKER, **self.options)
-        self.to = Connect(NAME, self.server.endpoint, False, keys.session.public, True)
-        self.at_server: list[tuple[Any, Any]] = []
-        self.at_worker: list[tuple[Any, Any]] = []
-
-    def poll(self) -> None:
-        """Let both do what there is to do."""
-        self.at_worker += list(self.worker.poll(0.001))
-        self.at_server += list(self.server.poll(0.001))
-
-    def until(self, is_so: Any, what: str) -> None:
-        """Poll both until something is so."""
-
-        def look() -> bool:
-            self.poll()
-            return bool(is_so())
-
-        until(look, what)
-
-    def ask(self, number: int = 1) -> Any:
-        """Send a packet to the server; return its route when it has come."""
-        self.worker.send(NAME, Packet(WORKER, Probe((number,))), None)
-        self.until(lambda: self.at_server and self.at_server[-1][1].message == Probe((number,)), "a packet")
-        return self.at_server[-1][0]
+        self.introduce(keys, session.public, is_near=False)
 
     def meet(self) -> Any:
         """Have a stream in service; return the route of the worker."""
@@ -98,16 +62,6 @@ class Pair:
     def is_up(self) -> bool:
         """Whether both ends send along a stream."""
         return bool(self.worker._links.by_route and self.server._links.by_route)
-
-    def values(self, size: int) -> Packet:
-        """Return an answer with payload."""
-        message = Pulled(1, 1, 1, True, (Stand(0, size // 4, 1, 1),))
-        return Packet(SERVER, message, (memoryview(os.urandom(size)),))
-
-    def close(self) -> None:
-        """Close both."""
-        self.worker.close(0.0)
-        self.server.close(0.0)
 
 
 @pytest.fixture
@@ -139,7 +93,7 @@ def test_packets_go_along_the_stream_in_their_order(pair: Pair, monkeypatch: pyt
     pair.at_worker.clear()
     monkeypatch.setattr(zeromq, "_send", None)  # nothing goes there any more
     hold, sizes = Hold(), [4, 4096, 2 << 20, 400_000, 4, 700_000]
-    answers = [pair.values(size) for size in sizes]
+    answers = [values(size) for size in sizes]
     for number, answer in enumerate(answers):
         pair.worker.send(NAME, Packet(WORKER, Probe((number,))), None)
         pair.server.send(route, answer, hold)
@@ -227,7 +181,7 @@ def test_where_no_memory_is_left_the_stream_ends(pair: Pair, monkeypatch: pytest
         raise MemoryError
 
     monkeypatch.setattr("kvps.net.links.framing.memory", none_left)
-    pair.server.send(route, pair.values(1 << 20), None)
+    pair.server.send(route, values(1 << 20), None)
     pair.until(lambda: not (pair.worker._streams or pair.server._streams), "the end of the stream")
     pair.ask(3)
 
@@ -366,7 +320,7 @@ def test_a_member_speaks_for_itself_alone(pair: Pair) -> None:
 def test_a_peer_that_does_not_read_costs_no_more_than_the_limit(pair: Pair) -> None:
     route = pair.meet()
     unread = pair.server._links._unread_max_bytes
-    answer = pair.values(unread // 4)
+    answer = values(unread // 4)
     began = time.monotonic()
     for _ in range(40):
         pair.server.send(route, answer, None)
@@ -376,7 +330,7 @@ def test_a_peer_that_does_not_read_costs_no_more_than_the_limit(pair: Pair) -> N
     assert time.monotonic() < began + 20
     pair.at_worker.clear()
     pair.until(lambda: not stream.waiting, "all to leave")
-    pair.server.send(route, pair.values(8), None)
+    pair.server.send(route, values(8), None)
     pair.until(lambda: pair.at_worker and pair.at_worker[-1][1].payload[0].nbytes == 8, "the last")
     assert all(packet == answer for _, packet in pair.at_worker[:-1])
 
@@ -385,7 +339,7 @@ def test_a_peer_that_does_not_read_costs_no_more_than_the_limit(pair: Pair) -> N
 def test_holds_are_released_when_a_stream_ends(pair: Pair) -> None:
     route, hold = pair.meet(), Hold()
     for _ in range(10):
-        pair.server.send(route, pair.values(4 << 20), hold)
+        pair.server.send(route, values(4 << 20), hold)
     assert hold.count < 10
     (stream,) = pair.server._streams
     pair.server._links.end(stream, "it is over")

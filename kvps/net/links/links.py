@@ -8,7 +8,6 @@ links has a name in the kernel, which is no file; where nobody of our own user l
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import socket
@@ -28,7 +27,6 @@ from kvps.net.links.framing import memory
 from kvps.net.links.stream import AHEAD_BYTES, BATCH, Stream, hang_up
 from kvps.net.sockets import Sockets
 
-log = logging.getLogger("kvps")
 READS = 16
 """How many pieces of one connection are received before the others get their turn."""
 NEAR = "ipc://@"

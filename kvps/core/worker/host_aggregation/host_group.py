@@ -24,7 +24,7 @@ from typing import Protocol
 from kvps import protocol as p
 from kvps.core.effects import Connect, Listen, Note, Outbox, Route, Send
 from kvps.core.gradients import DenseGradient
-from kvps.core.key_roles import near_door
+from kvps.core.key_roles import near_endpoint
 from kvps.core.membership_client import MembershipClient
 from kvps.core.worker.connection import Connection, Request, SendScheduler
 from kvps.core.worker.host_aggregation.merge_queue import (
@@ -178,7 +178,7 @@ class HostGroup:
         """Return the address at which a worker of this machine listens: a name in the kernel, not a file."""
         key = self._member.key_of(Node(Role.WORKER, rank))
         # Every user of the host sees the names of such sockets, and only members may know the job's.
-        return near_door(key or f"{self._member.job.hex()}-{rank}-{incarnation}")
+        return near_endpoint(key or f"{self._member.job.hex()}-{rank}-{incarnation}")
 
     def leader(self, chunk: int) -> int:
         """Return the rank of the worker of this machine that leads a chunk."""

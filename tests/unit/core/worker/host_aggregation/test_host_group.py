@@ -5,7 +5,7 @@ import torch
 
 from kvps.compression.spec import FP16, CodecSpec
 from kvps.core.effects import Connect, Effect, Exit, Listen, Send
-from kvps.core.key_roles import near_door
+from kvps.core.key_roles import near_endpoint
 from kvps.core.worker import calls
 from kvps.core.worker.host_aggregation.host_group import MUTE_AFTER_S
 from kvps.core.worker.host_aggregation.merge_queue import HURRY_S, WAIT_MAX_S
@@ -90,9 +90,9 @@ class TestMeeting:
     @pytest.mark.spec("R95", "R248")
     def test_where_there_are_keys_nobody_else_can_foresee_the_name(self) -> None:
         worker = Bench(2, 1, 1, machines=(2, 2), keys=("s" * 40, "a" * 40, "b" * 40))
-        assert [it for it in worker.effects if isinstance(it, Listen)] == [Listen(near_door("b" * 40))]
+        assert [it for it in worker.effects if isinstance(it, Listen)] == [Listen(near_endpoint("b" * 40))]
         assert [it for it in worker.effects if isinstance(it, Connect)][2:] == [
-            Connect("worker 0", near_door("a" * 40), is_near=True)
+            Connect("worker 0", near_endpoint("a" * 40), is_near=True)
         ]
 
 
