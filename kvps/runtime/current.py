@@ -2,6 +2,9 @@
 
 It stands apart from the cluster's own module: a worker of another cluster asks for it, and should not load
 the rules of schedulers and servers to hear that there is none.
+
+Workers of such a cluster are threads of one process. So they may compute on one accelerator,
+which is noted here, too.
 """
 
 from __future__ import annotations
