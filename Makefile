@@ -93,7 +93,8 @@ soak: .venv/.installed  ## play many more faults, and longer: half an hour of on
 	KVPS_EXAMPLES=$(KVPS_EXAMPLES) $(BIN)/python -m pytest -q tests/simulation/test_machine.py
 	KVPS_SCALE_ROUNDS=$(KVPS_SCALE_ROUNDS) $(BIN)/python -m pytest -q --all --timeout=3600 tests/simulation/test_scale.py
 	KVPS_SEEDS=$(KVPS_SEEDS) $(BIN)/python -m pytest -q --maxfail=10 tests/simulation/test_returns.py
-	KVPS_KILLS=$(KVPS_KILLS) $(BIN)/python -m pytest -q --log-cli-level=info tests/faults/test_soak.py
+	KVPS_REPLICAS=0 KVPS_KILLS=$(KVPS_KILLS) $(BIN)/python -m pytest -q --log-cli-level=info tests/faults/test_soak.py
+	KVPS_REPLICAS=1 KVPS_KILLS=$(KVPS_KILLS) $(BIN)/python -m pytest -q --log-cli-level=info tests/faults/test_soak.py
 	$(BIN)/python -m pytest -q -m slow tests/faults
 
 bench: .venv/.installed  ## measure kvps beside its peers, and print a table: ten minutes

@@ -7,7 +7,8 @@ shows in all later weights.
     python exact.py FOLDER PAUSE_S [late]
 
 It trains until the step that the file FOLDER/limit names, once there is one, and pauses after each. In
-FOLDER, ``rounds-R`` gets a line for each step that rank R has done: the step, and the monotonic time.
+FOLDER, ``rounds-R`` gets a line for each step that rank R has done: the step, and the monotonic time;
+``epochs`` gets one for each epoch that a rank was told of.
 With ``late`` the optimizer is set when there is a first checkpoint. At the end rank 0 writes FOLDER/end: a digest of the weights and of the optimizer's state.
 """
 
@@ -57,6 +58,8 @@ def main(folder: Path, pause_s: float, is_late: bool = False) -> None:
                 kv.barrier("end")
                 is_done = True
             except kvps.EpochChanged as error:
+                with open(folder / "epochs", "a") as epochs:
+                    epochs.write(f"rank {kv.rank}: {error}\n")
                 if names[0] not in error.after:  # the checkpoint is from before they were initialised
                     kv.init(names, initial())
                 if not error.has_optimizer:  # ... or before it was set
