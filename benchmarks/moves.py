@@ -27,14 +27,20 @@ COUNT = """
 import os, sys
 if "kvps.cli.server" in sys.orig_argv:
     from kvps.core.server.replicas.handover import Handover
-    pump = Handover._pump
+    pump, say = Handover._pump, Handover._say
     def counted(self):
         was = self.is_level
         pump(self)
         if self.is_level and not was:
+            chunks = self._chunks.by_number.values()
+            held = sum([chunk.used * (1 + len(chunk.state or ())) for chunk in chunks])
             with open(os.environ["COPIED"], "a") as log:
-                print(self._first_bytes, self._said_bytes, file=log)
-    Handover._pump = counted
+                print(held, vars(self).pop("said", 0), file=log)
+    def noted(self, message, *rest):
+        if type(message).__name__ == "CopyValues":
+            self.said = vars(self).get("said", 0) + message.size * (1 + len(message.fields))
+        say(self, message, *rest)
+    Handover._pump, Handover._say = counted, noted
 """
 """Each server's process notes what the copy of a seat had when it became level: the elements that the seat
 holds, and those that were sent."""

@@ -61,7 +61,7 @@ def test_each_push_counts_at_most_once(
             weights = sum(closed.weights)
             assert abs(mean - total / weights) < 1e-9 * max(1.0, abs(mean))
             applied.append((closed.ranks, total, weights))
-            span.version, span.closed_at = span.version + 1, now
+            span.version, span.moved_at = span.version + 1, now
         span.check()
     waiting = [(item.ranks, item.sum().whole().item(), sum(item.weights)) for item in span.rounds]
     counted = [push for pushes in made.values() for push in pushes.values()]

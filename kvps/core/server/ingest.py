@@ -284,6 +284,7 @@ class Ingest:
         span.note(ranks, pushed.number)  # or a read that is woken would take it for applied before its turn
         age = self._meter.stale(ranks, rule.chunk.number, span.start, span.version)
         total = GradientSum((pushed.gradient,))
+        span.moved_at = self._meter.now
         rule.apply(span, PendingUpdate(pushed.number, ranks, total, (ranks,), {judged.back}, age=age))
         self._meter.moved(store.name, span.version)
 
@@ -313,7 +314,7 @@ class Ingest:
                     number = rule.chunk.number
                     self._closing[number] = min(self._closing.get(number, closes_at), closes_at)
                     return
-            span.closed_at = now
+            span.moved_at = now
             for part in self._close_first(rule, span, is_short=not quorum.lost <= oldest.ranks):
                 self.close(rule, part, quorum, now)
 

@@ -199,8 +199,8 @@ class Span:
     rounds: deque[Round] = field(default_factory=deque)
     """Open rounds, oldest first; ``rounds[i].number == version + len(due) + i``."""
     due: deque[PendingUpdate] = field(default_factory=deque)
-    closed_at: float | None = None
-    """When the last round closed here; None before the first."""
+    moved_at: float | None = None
+    """When the last round closed here, or push was applied; None before the first."""
 
     @property
     def is_open(self) -> bool:
@@ -255,7 +255,7 @@ class Span:
             return None
         oldest = self.rounds[0]
         if oldest.closes_at is None:
-            began = oldest.opened_at if self.closed_at is None else self.closed_at
+            began = oldest.opened_at if self.moved_at is None else self.moved_at
             grace_s = (now - began) * GRACE_SHARE if grace_s < 0 else grace_s
             oldest.closes_at = now + grace_s
         return oldest.closes_at

@@ -2,11 +2,14 @@
 
 In a job without copies workers keep no push whose round is open, and nobody sends such a push again. So the
 copy becomes level at a moment at which no round is open; from then on no request of a worker is carried out
-here, until a view shows that the standby is gone. The next holder of the seat is sent them again: they were
-not answered.
+here, until a view shows that the standby is gone.
 
-Between two steps there is such a moment. Where some rank is always ahead of another, none comes by itself: a
-while after the first pass, pushes that would open a round are left unanswered until the open ones are closed.
+What each step changes would be old before it arrives. So what lies still is copied first, while workers
+train. What moves is copied *last*, and once: when a round has closed and none is open. From then on pushes
+that would open a round are left unanswered until the next holder of the seat has all.
+
+Where some rank is always ahead of another, no such moment comes by itself: a while after the first pass,
+pushes that would open a round are left unanswered until the open ones are closed.
 """
 
 from __future__ import annotations
@@ -14,13 +17,17 @@ from __future__ import annotations
 import math
 
 from kvps import protocol as p
-from kvps.core.effects import Hold
+from kvps.core.embedding.table import EmbeddingRows
+from kvps.core.server.chunks.rounds import Span
+from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.replicas.primary import Replicator
 from kvps.protocol.envelope import Message
 
+RECENT_S = 10.0
+"""Values that have changed less long ago are expected to change again before they arrive."""
 PATIENCE_S, GATE_S, PAUSE_S = 2.0, 5.0, 10.0
 """How long a moment without open rounds is waited for, before none is opened any more; for how long that is
-kept up, as a rank may wait for an answer; and when it is tried again."""
+kept up while nothing is copied, as a rank may wait for an answer; and when it is tried again."""
 STILL_BYTES = 1 << 20
 """The copy becomes level once fewer are under way: calls wait until these have arrived."""
 
@@ -30,9 +37,7 @@ class Handover(Replicator):
 
     copies_late = True  # no round is open when the copy is level
     _gate_at = math.inf
-    """From when on no round is opened."""
-    _first_bytes = _said_bytes = 0
-    """The bytes of the first pass, and those that were sent since."""
+    """From when on no round is opened; infinite before all that lies still was sent."""
 
     def leaves(self, message: Message, now: float) -> bool:
         """Whether a worker's request is left unanswered."""
@@ -40,7 +45,8 @@ class Handover(Replicator):
             return True
         if now < self._gate_at:
             return False
-        if now >= self._gate_at + GATE_S:
+        heard_at = self._heard_at if self._chunks.is_settled else 0.0  # else nothing that waits is copied
+        if now >= max(self._gate_at, heard_at) + GATE_S:
             self._gate_at = now + PAUSE_S
             return False
         return self._opens_a_round(message)
@@ -48,27 +54,55 @@ class Handover(Replicator):
     def replaced(self, rank: int) -> None:
         """Another process has a rank; no push that its predecessor made is missing in the copy."""
 
-    def _begin(self) -> None:
-        self._gate_at, self._said_bytes = math.inf, 0
-        chunks = self._chunks.by_number.values()
-        self._first_bytes = sum([chunk.used * (1 + len(chunk.state or ())) for chunk in chunks])
-        super()._begin()
+    def _forget_copy(self) -> None:
+        super()._forget_copy()
+        self._gate_at = math.inf
+        self._moving: dict[int, dict[tuple[int, int], bool]] = {}
+        """As ``_ranges``: what has changed, and is copied last."""
+
+    @property
+    def _is_dirty(self) -> bool:
+        return super()._is_dirty or bool(self._moving)
 
     def _is_calm(self) -> bool:
         return self.behind_bytes < STILL_BYTES and self._chunks.is_settled
 
     def _pump(self) -> None:
-        is_through = self._said_bytes >= self._first_bytes
-        if not is_through or self._chunks.is_settled:  # else it changes before it arrives
-            super()._pump()
-        is_through = not self._is_dirty or self._said_bytes >= self._first_bytes
-        if is_through and self._gate_at == math.inf:
-            self._gate_at = self._context.meter.now + PATIENCE_S
+        now = self._context.meter.now
+        has_changed = bool(self._ranges) and self._gate_at < math.inf
+        if (has_changed or now >= self._gate_at) and self._chunks.is_settled:
+            self._gate_at = min(self._gate_at, now)
+            for number, ranges in self._moving.items():
+                self._ranges.setdefault(number, {}).update(ranges)
+            self._moving.clear()
+        super()._pump()
+        if not self._ranges and self._gate_at == math.inf:
+            self._gate_at = now + PATIENCE_S
 
-    def _say(self, message: Message, payload: tuple[memoryview, ...] = (), hold: Hold | None = None) -> None:
-        if isinstance(message, p.CopyValues):
-            self._said_bytes += message.size * (1 + len(message.fields))
-        super()._say(message, payload, hold)
+    def _moves(self, span: Span) -> bool:
+        """Whether a span is likely to change before what is sent of it arrives."""
+        now = self._context.meter.now
+        if now >= self._gate_at and self._chunks.is_settled:
+            return False
+        return span.moved_at is not None and now - span.moved_at < RECENT_S
+
+    def _copy_values(self, chunk: Chunk, start: int, stop: int) -> None:
+        for span in list(chunk.spans_in(start, stop)):
+            if self._moves(span):
+                self._moving.setdefault(chunk.number, {})[span.start, span.stop] = True
+            else:
+                super()._copy_values(chunk, max(span.start, start), min(span.stop, stop))
+
+    def _copy_table(self, chunk: Chunk, table: EmbeddingRows) -> None:
+        changes = self._tables.get(chunk.number)
+        if changes is None or changes.rest or not self._moves(chunk.spans[0]):
+            super()._copy_table(chunk, table)
+        else:
+            self._moving[chunk.number] = {(0, 1): True}
+
+    def _copy_published(self) -> None:
+        if not self._moving:  # a block may be what its chunk has
+            super()._copy_published()
 
     def _opens_a_round(self, message: Message) -> bool:
         """Whether a push belongs to no open round, or is of a store without rounds."""

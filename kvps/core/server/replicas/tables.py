@@ -40,8 +40,8 @@ class TableChanges:
 
     def __init__(self, table: EmbeddingRows) -> None:
         self.table = table
-        self._rest = range(table.index.used)
-        """Slots that were never copied."""
+        self.rest = range(table.index.used)
+        """Slots that were never copied. A row that changes meanwhile is not copied before."""
         self._slots: list[Slots] = []
         self._counted: list[Ids] = []
         self._are_all_counts_new = True
@@ -49,6 +49,8 @@ class TableChanges:
 
     def touched(self, slots: Slots) -> None:
         """Rows at these slots are written, or dropped."""
+        if self.rest:
+            slots = slots[(slots < self.rest.start) | (slots >= self.rest.stop)]
         self._slots.append(slots)
 
     def counted(self, ids: Ids, *, are_halved: bool) -> None:
@@ -63,7 +65,7 @@ class TableChanges:
     @property
     def are_left(self) -> bool:
         """Whether there are rows to be copied."""
-        return bool(self._rest or self._slots)
+        return bool(self.rest or self._slots)
 
     def messages(self, chunk: Chunk, *, is_whole: bool) -> Iterator[tuple[p.CopyRows, Payload]]:
         """Yield what a standby is to be told now: a block, or all that there is.
@@ -92,9 +94,9 @@ class TableChanges:
 
     def _take(self, count: int) -> Slots:
         """Return the next slots to be copied."""
-        if self._rest:
-            slots = np.arange(self._rest.start, self._rest[:count].stop)
-            self._rest = self._rest[count:]
+        if self.rest:
+            slots = np.arange(self.rest.start, self.rest[:count].stop)
+            self.rest = self.rest[count:]
             return slots
         changed = self._slots
         slots = np.unique(np.concatenate(changed)) if len(changed) > 1 else np.concatenate([NONE, *changed])

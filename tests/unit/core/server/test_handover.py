@@ -10,12 +10,15 @@ import torch
 
 from kvps import protocol as p
 from kvps.core.effects import Exit, Finish
+from kvps.core.embedding.spec import message_of
 from kvps.core.membership_client import Identity
 from kvps.core.server.chunks.rounds import LateSpan
-from kvps.core.server.replicas.handover import GATE_S, PATIENCE_S, PAUSE_S, Handover
+from kvps.core.server.replicas.handover import GATE_S, PATIENCE_S, PAUSE_S, RECENT_S, Handover
 from kvps.core.server.server import SILENT_S, STAYS, WANTED, Server
-from kvps.protocol.envelope import Role
+from kvps.protocol.envelope import Packet, Role
 from tests.support.server_harness import heard
+from tests.support.table_messages import push_table
+from tests.unit.core.server.rules.test_table import KEY, recipe
 from tests.unit.core.server.test_publications import MANIFEST
 from tests.unit.core.server.test_replicas import LIFE, Pair, Stage, of, push
 
@@ -29,12 +32,34 @@ class Mover(Pair):
         self.primary = Stage(2, 1)
         self.standby = Stage(2, 1, welcome={"follows": True}, life=LIFE, standby=LIFE, greeted=False)
         self.said: list[Any] = []
+        self.forward: list[Packet] = []
+
+    def forth(self) -> int:
+        self.forward += self.primary.sent
+        return super().forth()
 
     def rounds(self, count: int, first: int = 0) -> None:
         (piece,) = self.primary.pieces["w"]
         for number in range(first, first + count):
             for rank in range(2):
                 self.do(rank, of(rank, push(piece, number)), GRADIENT)
+
+    def begin(self) -> None:
+        """Let the copy begin, and all arrive that leaves at once."""
+        self.name()
+        self.ask()
+        self.pump()
+
+    def wait(self, seconds: float) -> None:
+        """Let so much time pass."""
+        self.primary.now += seconds
+        self.primary.take(self.primary.server.on_timer(self.primary.now))
+
+    def level(self) -> None:
+        self.begin()
+        self.wait(PATIENCE_S)
+        self.pump()
+        assert self.is_level
 
     @property
     def is_level(self) -> bool:
@@ -215,13 +240,18 @@ def test_a_process_without_a_seat_ends_at_once() -> None:
     ]
 
 
-def copied(stage: Stage) -> list[tuple[int, int]]:
-    """Return start and size of what was sent to the standby."""
+def copied(packets: list[Packet]) -> list[tuple[int, int]]:
+    """Return start and size of the values in packets to the standby."""
     return [
         (packet.message.start, packet.message.size)
-        for packet in stage.sent
+        for packet in packets
         if isinstance(packet.message, p.CopyValues)
     ]
+
+
+def sent(pair: Mover) -> list[tuple[int, int]]:
+    """Return start and size of all values that were sent to the standby."""
+    return copied(pair.forward + pair.primary.sent)
 
 
 def all_of(pair: Mover, number: int, count: int) -> None:
@@ -239,10 +269,7 @@ def test_a_store_that_counts_late_pushes_moves() -> None:
     late = p.Push(piece.chunk, 1, (0,), 1.0, True, (p.Run(piece.start, 3, 0),), since=(0,))
     for rank in range(2):
         pair.do(rank, replace(late, ranks=(rank,)), GRADIENT)
-    pair.name()
-    pair.ask()
-    pair.pump()
-    assert pair.is_level
+    pair.level()
     span = pair.standby.server.context.chunks.by_number[piece.chunk].spans[0]
     assert isinstance(span, LateSpan)
     assert span.pushed == {0: 1, 1: 1}
@@ -262,11 +289,12 @@ def many(count: int) -> Mover:
 def test_a_span_is_copied_by_blocks_of_whole_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvps.core.server.replicas.primary.BLOCK", 7)
     pair = many(5)
+    pair.wait(RECENT_S)
     pair.name()
     pair.ask()
     for packet in pair.standby.sent:
         pair.primary.hear(b"q", packet)
-    assert copied(pair.primary) == [(0, 6), (6, 6), (12, 3)]
+    assert copied(pair.primary.sent) == [(0, 6), (6, 6), (12, 3)]
     pair.standby.sent.clear()
     pair.pump()
     assert pair.is_level
@@ -288,50 +316,109 @@ def test_the_rest_of_a_span_that_has_changed_again_is_not_copied_first(
     monkeypatch.setattr("kvps.core.server.replicas.primary.BLOCK", 2)
     monkeypatch.setattr("kvps.core.server.replicas.primary.WINDOW_BYTES", 25)
     pair = many(4)
+    pair.wait(RECENT_S)
     item = pair.primary
     pair.name()
     pair.ask()
     for packet in pair.standby.sent:
         item.hear(b"q", packet)
     pair.standby.sent.clear()
-    assert copied(item) == [(0, 3), (3, 3)], "the window is full"
+    assert copied(item.sent) == [(0, 3), (3, 3)], "the window is full"
     all_of(pair, 1, 4)
-    sent, item.sent = item.sent, []
-    for packet in sent:
-        pair.standby.hear("server 0", packet)  # type: ignore[arg-type]
-    taken: list[tuple[int, int]] = []
-    while not pair.is_level:
-        back, pair.standby.sent = pair.standby.sent, []
-        for packet in back:
-            item.hear(b"q", packet)
-        taken += copied(item)
-        forth, item.sent = item.sent, []
-        for packet in forth:
-            pair.standby.hear("server 0", packet)  # type: ignore[arg-type]
-        assert back or forth
-    assert taken == [(0, 3), (3, 3), (6, 3), (9, 3)]
+    pair.pump()
+    pair.wait(PATIENCE_S)
+    pair.pump()
+    assert pair.is_level
+    assert sent(pair)[2:] == [(0, 3), (3, 3), (6, 3), (9, 3)]
 
 
-def test_after_the_first_pass_nothing_is_copied_that_is_about_to_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvps.core.server.replicas.handover.STILL_BYTES", 1)
+def test_still_values_are_copied_at_once_and_moving_values_after_the_next_round() -> None:
     pair, piece = training()
     item = pair.primary
+    item.init("still", [4.0, 5.0])
     pair.do(0, of(0, push(piece, 2)), GRADIENT)
+    pair.begin()
+    (still,) = item.pieces["still"]
+    assert sent(pair) == [(still.start, 2)]
+    item.init("other", [6.0])
+    pair.pump()
+    assert len(sent(pair)) == 2, "round 2 is open"
+    pair.do(1, of(1, push(piece, 2)), GRADIENT)
+    pair.pump()
+    assert sent(pair)[2:] == [(piece.start, 3)], "once"
+    assert pair.is_level
+
+
+def test_no_round_is_opened_while_moving_values_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvps.core.server.replicas.primary.WINDOW_BYTES", 1)
+    monkeypatch.setattr("kvps.core.server.replicas.primary.BLOCK", 1)
+    monkeypatch.setattr("kvps.core.server.replicas.handover.STILL_BYTES", 1)
+    count = 8
+    pair = many(count)
+    item = pair.primary
+    pair.begin()
+    assert sent(pair) == []
+    all_of(pair, 1, count)
+    for at in range(count):
+        assert sent(pair) == [(3 * done, 3) for done in range(at + 1)]
+        all_of(pair, 2, count)
+        assert item.span("k0").version == 2
+        assert not pair.is_level
+        pair.wait(1.5 * GATE_S / count)  # a copy that goes on is waited for
+        pair.forth()
+        pair.back()
+    pair.pump()
+    assert pair.is_level
+    assert len(sent(pair)) == count
+
+
+def test_rounds_are_opened_again_when_nothing_of_the_copy_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvps.core.server.replicas.handover.STILL_BYTES", 1)
+    pair, piece = training()
+    pair.begin()
+    pair.rounds(1, 2)
+    pair.primary.now += GATE_S
+    pair.rounds(1, 3)
+    assert pair.primary.span("w").version == 4
+    pair.pump()
+    assert pair.is_level
+    assert sent(pair) == [(piece.start, 3)] * 2
+
+
+def test_new_rows_are_copied_before_changed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvps.core.server.replicas.tables.BLOCK_BYTES", 1)
+    monkeypatch.setattr("kvps.core.server.replicas.primary.WINDOW_BYTES", 1)
+    pair = Mover()
+    pair.primary.open()
+    pair.do(0, message_of("kv", KEY, recipe()))
+    (table,) = pair.primary.server.context.stores["kv"].shards[KEY].pieces
+
+    def push_rows(number: int, *ids: int) -> None:
+        for rank in range(2):
+            message = push_table(table.chunk, 1, (rank,), number, 2, len(ids))
+            pair.do(rank, message, torch.tensor(ids), torch.ones(2 * len(ids)))
+
+    def rows() -> list[int]:
+        packets = pair.forward + pair.primary.sent
+        return [packet.message.rows for packet in packets if isinstance(packet.message, p.CopyRows)]
+
+    push_rows(0, 1, 2, 3)
     pair.name()
     pair.ask()
+    pair.back()
+    assert rows() == [1]
+    push_rows(1, 1, 3)
     pair.pump()
-    item.init("other", [4.0, 5.0])
-    assert copied(item) == [], "round 2 is open"
-    pair.do(1, of(1, push(piece, 2)), GRADIENT)
-    assert sorted(copied(item)) == [(0, 3), (3, 2)]
-    mover = item.server._replicator
-    assert mover is not None
-    assert not mover.is_level, "calls would wait until this is there"
+    assert rows() == [1] * 3, "the last with what it is now"
+    assert not pair.is_level
+    pair.wait(PATIENCE_S)
     pair.pump()
-    assert mover.is_level
+    assert rows() == [1] * 4
     assert pair.is_level
+    stores = [stage.server.context.stores["kv"] for stage in (pair.primary, pair.standby)]
+    here, there = [store.chunk_at(table).table.block(0, 9, with_state=True) for store in stores]
+    assert here.ids.tolist() == there.ids.tolist()
+    assert all(torch.equal(rows, there.columns[name]) for name, rows in here.columns.items())
 
 
 @pytest.mark.spec("R470")
