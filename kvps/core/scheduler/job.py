@@ -181,7 +181,7 @@ class Job:
             self.handover.move(now)
             self.handover.assign(now)
         if self.phase is Phase.ENDING and not self.seats.has_held_worker:
-            is_well = all(seat.state is State.LEFT or seat.is_vacant for seat in self.seats.workers(*State))
+            is_well = all(seat.is_done for seat in self.seats.workers(*State))
             self._end(EXIT_DONE if is_well else EXIT_LOST, self.reason, now)
             return
         self._tell_if_deserted(now)

@@ -35,7 +35,7 @@ def assess(seats: Mapping[Node, Seat], settings: Settings, formed: bool, now: fl
     absent = [
         seat for seat in seats.values() if seat.state in (State.LOST, State.GONE) and not seat.is_vacant
     ]
-    if all(seat.state is State.LEFT or seat.is_vacant for seat in workers):
+    if all(seat.is_done for seat in workers):
         left = sum([seat.state is State.LEFT for seat in workers])
         return Phase.ENDING, f"every worker left ({left} of {left})"
     if not formed:

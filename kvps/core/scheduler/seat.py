@@ -256,6 +256,12 @@ class Seat:
         is_absent = self.state in (State.LOST, State.GONE)
         return self.state is State.VACANT or (self.is_added and is_absent and not self.has_entered)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the job may end without it: it has left, or was added, and the others go on without it."""
+        goes_on = self.is_added and self.figures.goes_on and self.state is not State.HELD
+        return self.state is State.LEFT or self.is_vacant or goes_on
+
     def _was(self, hello: Hello) -> bool:
         """Whether its holder, which no link reaches, sends HELLO again."""
         is_alone = self.state is State.HELD and not self.links

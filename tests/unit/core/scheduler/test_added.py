@@ -3,9 +3,9 @@
 import pytest
 
 from kvps.core.scheduler.saved_state import load
-from kvps.core.scheduler.seat import Settings
+from kvps.core.scheduler.seat import REPLACE_MAX_S, Settings
 from kvps.errors import ConfigError
-from kvps.protocol.membership import Barrier, Error, Released, Resume, Resumed, View, Welcome
+from kvps.protocol.membership import Barrier, Beat, Error, Released, Resume, Resumed, Stop, View, Welcome
 from tests.support.scheduler_harness import Stage, exits, notes, sent
 
 
@@ -62,6 +62,24 @@ def test_newcomer_takes_a_lost_seat_first_then_the_lowest_that_is_free() -> None
         (welcome,) = sent(stage.hello(route, "worker"), Welcome)
         assert welcome.rank == rank, route
     assert shown(stage) == ["added"] * 4
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_job_ends_well_without_an_added_worker_that_the_others_do_not_wait_for(goes_on: bool) -> None:
+    stage = running()
+    stage.hello("w2")
+    stage.say("w2", Resume("kv", 5))
+    stage.say("w2", Beat(0, goes_on=goes_on))
+    stage.leave("w2", done=False, code=1)
+    stage.leave("w0")
+    assert stage.phase == "running"
+    said = stage.leave("w1")
+    assert {stop.exit_code for stop in sent(said, Stop)} == ({0} if goes_on else set())
+    if not goes_on:
+        said = stage.wait(REPLACE_MAX_S + 1)
+        assert {(stop.exit_code, "worker 2 is lost" in stop.reason) for stop in sent(said, Stop)} == {
+            (1, True)
+        }
 
 
 @pytest.mark.spec("R575")
