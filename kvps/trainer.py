@@ -253,7 +253,8 @@ class Trainer(Resumable):
             ConfigError: if a parameter has no gradient; nothing was pushed.
         """
         if self._local is not None:
-            self.allreduce_grads(ignore_stale_grad)
+            positive(batch_size)
+            self._sum(ignore_stale_grad)
             self.update(batch_size, ignore_stale_grad)
             return
         if self._owned is None:
@@ -277,6 +278,11 @@ class Trainer(Resumable):
         names = self._with_gradients(ignore_stale_grad)
         exchange = self._exchange
         assert exchange is not None
+        if exchange.is_late and batch != self.batch_size:
+            raise ConfigError(
+                f"batch_size={batch:g}, but the step that was cut off (by a Timeout, or an exception) has "
+                f"pushed gradients for {self.batch_size:g}: call step({self.batch_size:g}), which waits on"
+            )
         if exchange.values and batch != self.batch_size:
             exchange.abandon()
             raise ConfigError(
@@ -330,6 +336,12 @@ class Trainer(Resumable):
         Raises:
             ConfigError: with update_on_kvstore=True; or as :meth:`step`.
         """
+        self._sum(ignore_stale_grad)
+        if self._exchange is not None:
+            self._exchange.begin()
+
+    def _sum(self, ignore_stale_grad: bool) -> None:
+        """Put the sums into every ``.grad``; the step goes on."""
         self._needs_local("allreduce_grads")
         names = self._with_gradients(ignore_stale_grad)
         if self._owned is not None:
@@ -338,8 +350,13 @@ class Trainer(Resumable):
         if exchange is None:
             self._fill(names)
             return
+
+        def sums() -> None:
+            self._exchanged(exchange, names)
+            exchange.is_late = True  # until they are used
+
         try:
-            self._model.survive(lambda: self._exchanged(exchange, names), is_step=True)
+            self._model.survive(sums, is_step=True)
         finally:
             if not exchange.is_late:
                 exchange.begin()
@@ -360,7 +377,8 @@ class Trainer(Resumable):
             return
         names = self._with_gradients(ignore_stale_grad)
         present = [name for name in names if self._params[name].grad is not None]
-        with torch.no_grad(), self._owned or nullcontext():
+        end = (lambda: None) if self._exchange is None else self._exchange.begin
+        with torch.no_grad(), self._model.written(end, self._owned), self._owned or nullcontext():
             local.step(present, 1.0 / batch)
 
     def close(self) -> None:

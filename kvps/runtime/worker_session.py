@@ -242,6 +242,14 @@ class WorkerSession(Listener):
                 return self._begin(Worker.on_call, call, deadline)
         return self._begin(Worker.on_call, call, deadline)
 
+    def stop_waiting(self, ticket: Ticket) -> None:
+        """Let a call end for its caller, which was interrupted, as at its deadline; wait until it has."""
+        ended = threading.Event()
+        ticket.when_over(ended.set)
+        for number in [number for number, own in list(self._tickets.items()) if own is ticket]:
+            self._inbox.put(Worker.on_interrupt, number)
+            ended.wait(LEAVE_MAX_S)
+
     def _begin(self, door: Door[Worker, int, *Ts], *arguments: *Ts) -> Ticket:
         """Call a door of the core with a number of its own; return the ticket of that number."""
         number, ticket = next(self._numbers), Ticket(self._lens.watch)

@@ -253,7 +253,7 @@ class KVStore(KVStoreBase, abc.ABC):
         for ticket in tickets:
             ticket.on_error(self._later.append)
         for ticket in tickets:
-            ticket.wait_copied()
+            self._wait(ticket, ticket.wait_copied)
         return None
 
     @timed("pull")
@@ -320,8 +320,9 @@ class KVStore(KVStoreBase, abc.ABC):
         if out is not None and copy and weight == 1 and not async_op:
             call = self._requests.plain_pushpull(keys, value, out, urgency)
             if call is not None:
+                ticket = self._start(call, limit_s)
                 try:
-                    self._start(call, limit_s).wait()
+                    self._wait(ticket, ticket.wait)
                 except BaseException:  # an interrupted script may give its tensors other memory
                     call.forget_places()
                     raise
@@ -1183,7 +1184,19 @@ class KVStore(KVStoreBase, abc.ABC):
 
     def _call(self, call: calls.Call, timeout: float | None = None) -> Any:
         """Make a call and wait for its end; return its result."""
-        return self._start(call, self._limit(timeout)).wait()
+        ticket = self._start(call, self._limit(timeout))
+        return self._wait(ticket, ticket.wait)
+
+    def _wait(self, ticket: Ticket, wait: Callable[[], Any]) -> Any:
+        """Wait for a call; one whose caller is interrupted, as by Ctrl-C, goes on as after a Timeout."""
+        try:
+            return wait()
+        except BaseException:
+            self._stop_waiting(ticket)
+            raise
+
+    def _stop_waiting(self, ticket: Ticket) -> None:
+        """The caller of a call waits no more."""
 
     @contextmanager
     def _all_fail(self, barrier: str, limit_s: float) -> Iterator[None]:
@@ -1241,5 +1254,5 @@ class KVStore(KVStoreBase, abc.ABC):
         if async_op:
             return Handle(ticket, lambda: request.result(ticket.value), before)
         for earlier in before:
-            earlier.wait()
-        return request.result(ticket.wait())
+            self._wait(earlier, earlier.wait)
+        return request.result(self._wait(ticket, ticket.wait))

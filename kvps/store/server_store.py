@@ -20,6 +20,7 @@ from kvps.errors import KvpsError, Mismatch
 from kvps.protocol.stores import Open, StatusIs
 from kvps.runtime import preemption
 from kvps.runtime.ticket import Handle, Ticket
+from kvps.runtime.worker_session import WorkerSession
 from kvps.store.base import Session
 from kvps.store.catch_up import CatchUp, refuse
 from kvps.store.device_codec import ANSWERED, DeviceCodec
@@ -260,6 +261,10 @@ class DistStore(KVStore):
         if self._codec is not None and type(call) in ANSWERED:
             return self._codec.answer(call)
         return self._session.call(call, limit_s)
+
+    def _stop_waiting(self, ticket: Ticket) -> None:
+        if not ticket.is_over and isinstance(self._session, WorkerSession):
+            self._session.stop_waiting(ticket)
 
     def _allocate(self, names: tuple[str, ...], limit_s: float) -> list[torch.Tensor]:
         tensors = self._start(calls.Allocate(self._name, names), limit_s).wait()

@@ -39,7 +39,7 @@ from typing import Any, cast
 import torch
 from torch.utils._pytree import tree_leaves
 
-from kvps.errors import ConfigError, EpochChanged, Timeout
+from kvps.errors import ConfigError, EpochChanged, KvpsError, Timeout
 from kvps.torch.sync.in_flight import InFlight
 from kvps.torch.sync.parameter_sync import ParameterSync
 from kvps.torch.sync.steps import plain_step
@@ -245,23 +245,24 @@ class DeferredUpdates(ForwardOverlap):
         try:
             for bucket in buckets.values():
                 bucket.wait()
-        except Timeout:
-            self._buckets.update(buckets)
-            self._mark(buckets)  # the next reader waits on
-            raise
+            device = next(iter(self._params.values())).device.type
+            with torch.inference_mode(mode=False), torch.autocast(device, enabled=False):
+                if self._on_store:
+                    for name, bucket in buckets.items():
+                        bucket.bring([name], self._params)
+                    self._model.note_weights(name for bucket in buckets.values() for name in bucket.values)
+                else:
+                    self._step(buckets)
         except EpochChanged as error:
             self._buckets.clear()
             self.forget()
             self._model.go_on(error)
-            return  # an optimizer here skips the next step: modules have computed with other weights
-        device = next(iter(self._params.values())).device.type
-        with torch.inference_mode(mode=False), torch.autocast(device, enabled=False):
-            if self._on_store:
-                for name, bucket in buckets.items():
-                    bucket.bring([name], self._params)
-                self._model.note_weights(name for bucket in buckets.values() for name in bucket.values)
-            else:
-                self._step(buckets)
+            # An optimizer here skips the next step: modules have computed with other weights.
+        except BaseException as error:
+            if isinstance(error, Timeout) or not (isinstance(error, KvpsError) or self._model.is_torn):
+                self._buckets.update(buckets)
+                self._mark(buckets)  # the next reader waits on
+            raise
 
     def _step(self, buckets: Mapping[str, InFlight]) -> None:
         """Let the optimizer step these parameters alone."""
@@ -277,7 +278,8 @@ class DeferredUpdates(ForwardOverlap):
             {**self._rates[number], "params": params} for number, params in groups.items()
         ]
         try:
-            self._plain_step(self._optimizer)
+            with self._model.written():
+                self._plain_step(self._optimizer)
         finally:
             self._optimizer.param_groups = whole
             for param, gradient in before.items():

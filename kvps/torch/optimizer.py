@@ -34,7 +34,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kvps.errors import ConfigError, EpochChanged, Timeout
+from kvps.errors import ConfigError, EpochChanged
 from kvps.phrases import names_in_words
 from kvps.runtime.current import claim
 from kvps.store import residual_state
@@ -281,6 +281,7 @@ class DistributedOptimizer(WrappedOptimizer):
             return self._step_here(None)
 
         def averaged() -> Any:
+            self._exchange.is_late = False  # it computes other gradients
             loss = closure()
             self.synchronize()
             self._exchange.begin()
@@ -291,16 +292,17 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _step_here(self, closure: Callable[[], Any] | None) -> Any:
         self._is_synchronized = False
-        self._exchange.begin()
         if self._model.is_given_up:
             self._model.is_given_up = False
+            self._exchange.begin()
             return None
         scaling: dict[str, Any] = {
             name: value for name, value in vars(self).items() if name in ("grad_scale", "found_inf")
         }
         vars(self._inner).update(scaling)  # a scaler has left them here for a fused step
+        self._exchange.is_late = True  # until the step is made
         try:
-            with self._owned:
+            with self._model.written(self._exchange.begin, self._owned), self._owned:
                 return self._inner.step() if closure is None else self._inner.step(closure)
         finally:
             for name in scaling:
@@ -533,13 +535,13 @@ class DistributedOptimizer(WrappedOptimizer):
         self._exchange.is_agreed = True
 
     def _agreed(self, agreement: Agreement, flags: torch.Tensor) -> torch.Tensor:
-        """Return which flags are set at any worker; after a Timeout the step is still under way."""
+        """Return which flags are set at any worker; if that is cut off, the step is still under way."""
         try:
             return agreement.any(flags)
-        except Timeout:
-            self._exchange.is_late = True
-            vars(self).pop("grad_scale", None)  # a scaler multiplies by what it finds here
-            raise
+        finally:
+            if agreement.is_open:
+                self._exchange.is_late = True
+                vars(self).pop("grad_scale", None)  # a scaler multiplies by what it finds here
 
     # --- rates ------------------------------------------------------------------------------------
 
@@ -611,4 +613,5 @@ class DistributedOptimizer(WrappedOptimizer):
         self._finish()
         whole = {name: value for name, value in state_dict.items() if name != RESTS}
         self._inner.load_state_dict(whole)
+        self._model.is_torn = False
         residual_state.put(self._model.kv, state_dict.get(RESTS, {}))

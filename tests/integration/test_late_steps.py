@@ -1,8 +1,10 @@
-"""Steps that end with Timeout: the next step() of each front end waits on, and what was pushed counts once."""
+"""Steps that a Timeout or an interrupt cuts off: the next step() of each front end waits on, and what was pushed
+counts once."""
 
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import kvps.torch
 from kvps.runtime.ticket import Handle, finished
 from kvps.store.options import StoreOptions
 from kvps.torch.sync.agreement import Agreement
+from tests.support.interrupts import HURRY, make_interruptible
 
 STEPS, LATE = 4, 2
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -32,6 +35,11 @@ TRAINERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _interruptible(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_interruptible(monkeypatch)
+
+
 def front_end(name: str, model: torch.nn.Module) -> tuple[list[Any], Callable[[], None]]:
     """Return the stores of a front end, and its step."""
     kv = kvps.create("dist_sync", average=name in OPTIMIZERS, name="model", timeout=30)
@@ -43,9 +51,9 @@ def front_end(name: str, model: torch.nn.Module) -> tuple[list[Any], Callable[[]
     return [kv if optimizer._used is None else optimizer._used._kv], optimizer.step
 
 
-def train(name: str, *, is_late: bool, is_refused: bool = False) -> list[torch.Tensor]:
-    """Return the weights of two workers; with ``is_late`` one of them waits for the other in vain at first, and
-    with ``is_refused`` it goes on to another batch."""
+def train(name: str, kind: type[BaseException] | None, *, is_refused: bool = False) -> list[torch.Tensor]:
+    """Return the weights of two workers; with a ``kind`` of exception one of them waits for the other in vain at
+    first, and with ``is_refused`` it goes on to another batch."""
     gave_up = threading.Event()
     torch.manual_seed(0)
     first = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
@@ -58,24 +66,23 @@ def train(name: str, *, is_late: bool, is_refused: bool = False) -> list[torch.T
             return model(torch.full((2, 3), float(rank + number))).square().mean()
 
         for number in range(LATE + 1 if is_refused else STEPS):
-            if is_late and number == LATE and rank == 1:
+            if kind is not None and number == LATE and rank == 1:
                 assert gave_up.wait(30)
-            for kv in stores:
-                kv._timeout_s = 0.2 if is_late and number == LATE and rank == 0 else 30.0
             model.zero_grad()
-            forward().backward()
-            if not is_late or number != LATE or rank != 0:
+            if kind is None or number != LATE or rank != 0:
+                forward().backward()
                 step()
                 continue
-            give_up(name, step, forward)
+            HURRY.begin(kind, *stores)
+            give_up(name, step, forward, kind)
             if is_refused:
                 with pytest.raises(kvps.ConfigError, match="still under way: call step"):
                     forward().backward()
                 gave_up.set()
+                HURRY.end()
                 break
             gave_up.set()
-            for kv in stores:
-                kv._timeout_s = 30.0
+            HURRY.end()
             if "forward" not in name:
                 step()
         return torch.cat([param.detach().flatten() for param in model.parameters()])
@@ -84,31 +91,40 @@ def train(name: str, *, is_late: bool, is_refused: bool = False) -> list[torch.T
         return cluster.run(work)
 
 
-def give_up(name: str, step: Callable[[], None], forward: Callable[[], torch.Tensor]) -> None:
+def give_up(
+    name: str, step: Callable[[], None], forward: Callable[[], torch.Tensor], kind: type[BaseException]
+) -> None:
     """Wait in vain, twice."""
+    if kind is KeyboardInterrupt and name == "workers":  # it waits at the end of backward
+        with pytest.raises(kind):
+            forward().backward()
+    else:
+        forward().backward()
     if "forward" in name:
         step()
         for _ in range(2):
-            with pytest.raises(kvps.Timeout):
+            with pytest.raises(kind):
                 forward()
         return
     for _ in range(2):
-        with pytest.raises(kvps.Timeout):
+        with pytest.raises(kind):
             step()
 
 
+@pytest.mark.parametrize("kind", [kvps.Timeout, KeyboardInterrupt])
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *TRAINERS])
-def test_next_step_waits_on_after_a_timeout(name: str) -> None:
-    (a, b), (c, d) = train(name, is_late=True), train(name, is_late=False)
+def test_next_step_waits_on(name: str, kind: type[BaseException]) -> None:
+    (a, b), (c, d) = train(name, kind), train(name, None)
     assert torch.equal(a, b)
     assert torch.equal(c, d)
     torch.testing.assert_close(a, c, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("kind", [kvps.Timeout, KeyboardInterrupt])
 @pytest.mark.parametrize("name", ["workers", "servers", "trainer"])
-def test_another_pass_after_a_timeout_is_refused(name: str) -> None:
+def test_another_pass_is_refused_before(name: str, kind: type[BaseException]) -> None:
     """Its gradients would be dropped here, while the other workers make their step."""
-    train(name, is_late=True, is_refused=True)
+    train(name, kind, is_refused=True)
 
 
 @pytest.mark.parametrize("where", ["flags", "values"])
@@ -186,3 +202,86 @@ def test_agreement_goes_on_after_a_rollback(monkeypatch: pytest.MonkeyPatch) -> 
 
     with kvps.LocalCluster(workers=1, servers=1) as cluster:
         cluster.run(work)
+
+
+class Failure(Exception):
+    """An exception of the script's own."""
+
+
+def fail_in(where: str, number: int, model: torch.nn.Module, inner: torch.optim.Optimizer, rank: int) -> Any:
+    """Let a hook of rank 0 fail once in step ``number``; return the function that begins a step."""
+    seen = {"step": -1, "failed": False}
+
+    def fail(*_: object) -> None:
+        if rank == 0 and seen["step"] == number and not seen["failed"]:
+            seen["failed"] = True
+            raise Failure(where)
+
+    if where == "backward":
+        # Of the first layer, when the gradients of the last have left.
+        model[0].weight.register_hook(fail)
+    elif where == "before":
+        inner.register_step_pre_hook(fail)
+    elif where == "after":
+        inner.register_step_post_hook(fail)
+
+    def begin(step: int) -> None:
+        seen["step"] = step
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        *[(name, "backward") for name in ("workers", "workers-unused", "workers-forward", "servers-overlap")],
+        *[(name, "backward") for name in ("servers", "trainer-overlap", "trainer-workers-overlap")],
+        *[("workers", "before"), ("servers", "before"), ("trainer-workers-torch", "before")],
+        *[("workers", "after"), ("trainer-workers-torch", "after")],
+    ],
+)
+def test_exception_of_a_hook_loses_no_step(name: str, where: str) -> None:
+    """On one worker: the pass, or the step, is made again; after the step there is nothing to repeat."""
+
+    def train(where: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        first = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+        def work(rank: int) -> torch.Tensor:
+            model = copy.deepcopy(first)
+            inner = torch.optim.Adam(model.parameters(), lr=0.1)
+            options = {**OPTIMIZERS, **TRAINERS, "trainer-workers-torch": TRAINERS["trainer-workers"]}[name]
+            kv = kvps.create("dist_sync", average=name in OPTIMIZERS, name="model", timeout=30)
+            if name in OPTIMIZERS:
+                front: Any = kvps.torch.DistributedOptimizer(inner, model, kv, bucket_bytes=1, **options)
+                step = front.step
+            else:
+                front = kvps.Trainer(model, inner, kvstore=kv, **options)
+                front._exchange._buckets._limit_bytes = 1
+                step = partial(front.step, 2)
+            begin = fail_in(where, LATE, model, inner, rank)
+            for number in range(STEPS):
+                begin(number)
+                for parts in (("zero", "backward"), ("step",)):
+                    for _ in range(2):
+                        try:
+                            if "zero" in parts:
+                                front.zero_grad() if name in OPTIMIZERS else model.zero_grad()
+                                x = torch.full((2, 3), float(rank + number))
+                                model(x).square().mean().backward()
+                            else:
+                                step()
+                            break
+                        except Failure:
+                            if where == "after":
+                                break
+            front.close()
+            return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+        with kvps.LocalCluster(workers=2, servers=1) as cluster:
+            return cluster.run(work)
+
+    (a, b), (c, d) = train(where), train("")
+    assert torch.equal(a, b)
+    assert torch.equal(c, d)
+    torch.testing.assert_close(a, c, rtol=1e-6, atol=0)

@@ -137,6 +137,15 @@ class Worker(Core):
         if self._gates.shut:
             self._report_halt()
 
+    def on_interrupt(self, ticket: int, now: float) -> None:
+        """The caller of a call was interrupted: the call ends for the caller as at its deadline."""
+        self._due = None
+        pending = self.table.pending.get(ticket)
+        if pending is not None:
+            pending.deadline, pending.probed = now, True
+        for held in self._held():
+            held[:] = [replace(call, deadline=now) if call.ticket == ticket else call for call in held]
+
     def _open(self, call: calls.OpenStore, now: float) -> None:
         name = call.store
         self._end_closing(now, name)

@@ -279,7 +279,7 @@ class _Replay:
 
 
 CALLS = {
-    *("start", "on_call", "on_join", "on_close", "leave", "retire"),
+    *("start", "on_call", "on_interrupt", "on_join", "on_close", "leave", "retire"),
     *("on_stop", "on_conclude", "on_measure", "on_disk", "on_memory", "on_script", "on_ended"),
 }
 """The methods of cores that a record may name."""

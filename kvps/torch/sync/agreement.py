@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 
 from kvps.core.optim.hyperparams import HyperParams
-from kvps.errors import ConfigError, Mismatch, Timeout
+from kvps.errors import ConfigError, KvpsError, Mismatch, Timeout
 from kvps.phrases import ranks_in_words
 from kvps.store.base import Store
 from kvps.store.catch_up import refuse
@@ -106,6 +106,11 @@ class Agreement:
                     "use bfloat16, which needs no scaler, and do without find_unused",
                 )
 
+    @property
+    def is_open(self) -> bool:
+        """Whether flags were told, and the wait for the answer was cut off."""
+        return self._answer is not None
+
     def any(self, flags: torch.Tensor) -> torch.Tensor:
         """Return for each flag whether it is set at any worker.
 
@@ -118,12 +123,12 @@ class Agreement:
             found = flags.to("cpu", torch.float32)
             handle = self._kv.pushpull("flags", found, out=found, async_op=True)
             self._answer = Answer(handle.wait, self._kv, {"flags": found})
-        answer, self._answer = self._answer, None
         try:
-            answer.wait()
-        except Timeout:
-            self._answer = answer
+            self._answer.wait()
+        except KvpsError as error:
+            self._answer = self._answer if isinstance(error, Timeout) else None
             raise
+        answer, self._answer = self._answer, None
         return answer.values["flags"] > 0
 
 

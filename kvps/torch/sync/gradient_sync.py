@@ -22,14 +22,18 @@ another pass). A front end whose scripts may discard gradients keeps them until
 :meth:`GradientSync.complete` (:attr:`GradientSync.is_held`). A sparse gradient leaves as rows,
 where the store knows what changed: then rows of the sum come back, or those that are new of the
 weight, which are written when they are waited for. An error of the store does not end backward,
-whose caller could not know what to do about it: it is raised by the next :meth:`wait`. After a
-Timeout the next :meth:`wait` waits on, since what was pushed counts; until then the step can
-neither be discarded nor get other gradients, which the other workers would not see
-(:attr:`GradientSync.is_late`).
+whose caller could not know what to do about it: it is raised by the next :meth:`wait`.
+
+What was pushed counts, and the other workers make their step. So after a Timeout, or an
+interrupt such as Ctrl-C, the next :meth:`wait` waits on; until then the step can neither be
+discarded nor get other gradients, which the other workers would not see
+(:attr:`GradientSync.is_late`). If an exception ends backward itself, the gradients that have left
+stay those of the step, and the next pass completes it (:meth:`GradientSync._take_up`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -59,6 +63,8 @@ from kvps.torch.sync.parameter_hooks import ParameterHooks, PassEnd, second_grad
 from kvps.torch.sync.parameter_sync import ParameterSync
 from kvps.torch.sync.sparse_gradients import SparseGradients, adds_plainly, dense_of
 
+log = logging.getLogger("kvps")
+
 
 class Advice(NamedTuple):
     """The advice to users of a front end, for the mistakes that gradients on their way rule out."""
@@ -71,6 +77,11 @@ class Advice(NamedTuple):
     """A gradient was discarded after the servers had it."""
 
 
+TORN = (
+    "an exception cut off step() while the optimizer wrote the weights of this worker, so they differ from "
+    "those of the others. Load a checkpoint on every worker: the weights, then load_state_dict() or "
+    "load_states() of the front end; or end this process with an error, and restart the job"
+)
 LEVELS = 8
 """The number of priorities of parameters, in their order."""
 OPTIMIZERS = Advice(
@@ -158,7 +169,9 @@ class GradientSync:
         """The parameters whose chunks the buckets know; none after a failure, as keys may be placed anew."""
         self._failure: Exception | None = None
         self.is_late = False
-        """The last :meth:`wait`, or a question to all workers, ended with Timeout: the step is under way."""
+        """The step was cut off, by a Timeout or an interrupt, and is under way."""
+        self._kept: set[str] = set()
+        """The parameters whose gradients had left when a pass of this step failed."""
         self.is_agreed = False
         """The workers have agreed in this step on the parameters that were used."""
         self._collected: set[str] = set()
@@ -185,6 +198,37 @@ class GradientSync:
 
     def _on_gradient(self, name: str) -> None:
         self._demand_end()
+        self._take_up()
+        if name not in self._kept:
+            try:
+                self._let_leave(name)
+            except ConfigError:  # the gradients of this pass are discarded
+                self._end = PassEnd()
+                raise
+
+    def _take_up(self) -> None:
+        """If the last pass has failed, let the next complete its step: what has left counts."""
+        if not self._end.is_missed:
+            return
+        self._end = PassEnd()
+        self._buckets.begin()
+        self.hooks.begin()
+        self._collected = set(self.values)
+        self._kept |= self._collected
+        if self._kept:
+            log.warning(
+                "backward() failed when the gradients of %d of %d parameters had been pushed. They count in "
+                "this step on all workers, and the next backward() adds the others",
+                len(self._kept),
+                len(self._model.trained),
+            )
+
+    def _put_back(self) -> None:
+        """Let ``.grad`` be what was pushed, where a pass has failed, and another one has gone on."""
+        for name in self._kept:
+            self._model.params[name].grad, _ = self._made[name]
+
+    def _let_leave(self, name: str) -> None:
         gradient = self._model.params[name].grad
         if name in self.values:
             self._check_fresh(name, gradient)
@@ -201,6 +245,7 @@ class GradientSync:
         self._leave(self._buckets.add(name))
 
     def _on_end(self) -> None:
+        self._put_back()
         self._leave(self._buckets.flush())
         if self.is_awaited and self._failure is None:
             try:
@@ -277,9 +322,9 @@ class GradientSync:
                     "clip_global_norm="
                 )
             if not self._is_begun:
-                self._is_begun = True
                 self._before()
                 self._prepare()
+                self._is_begun = True
             for name in [name for name in names if name in tables]:
                 self._leave_rows(name, number)
             self._leave_dense([name for name in names if name not in tables], sparse, number)
@@ -319,7 +364,9 @@ class GradientSync:
         self._have_left(names, bucket)
 
     def _begun(self, call: Callable[[], Handle]) -> Callable[[], object]:
-        """Begin a call of the store; return what waits for its end."""
+        """Begin a call of the store; return what waits for its end. One without others is made there."""
+        if self._is_stepwise:
+            return call
         if self._behind is None:
             return call().wait
         begun = self._behind.begin(call)
@@ -335,10 +382,7 @@ class GradientSync:
             # The first layers are needed first, in the next forward pass. Within one level chunks go to all
             # servers in turns.
             levels = [-(LEVELS * index // len(names)) for index in range(len(names))]
-            try:
-                kv.pushpull(names, values, out=out, priority=levels)
-            except Timeout as error:
-                return Handle(finished(error=error), lambda: None)
+            kv.pushpull(names, values, out=out, priority=levels)
         else:
             for index, name in enumerate(names):  # a plug-in need not take lists
                 kv.pushpull(name, values[index], out=out[index], priority=-index)
@@ -402,6 +446,7 @@ class GradientSync:
             ConfigError: if a pushed gradient was changed, or was discarded where it cannot be taken back.
         """
         self.hooks.watch()
+        self._put_back()
         discarded = [name for name in self.values if self._model.params[name].grad is None]
         if discarded and self._brings_weights:
             raise self._taken_back(discarded)
@@ -418,12 +463,17 @@ class GradientSync:
             for name in reversed(self._model.trained)  # as backward makes them
             if name not in self.values and self._model.params[name].grad is not None
         ]
-        if self._is_stepwise:
-            self._leave(left[::-1])
-            return
-        for name in left:
-            self._leave(self._buckets.add(name))
-        self._leave(self._buckets.flush())
+        try:
+            if self._is_stepwise:
+                self._leave(left[::-1])
+                return
+            for name in left:
+                self._leave(self._buckets.add(name))
+            self._leave(self._buckets.flush())
+        except BaseException:
+            self._buckets.begin()
+            self.is_late = bool(self.values)
+            raise
 
     def changed(self, names: Iterable[str]) -> list[str]:
         """Return the parameters whose ``.grad`` is no longer what backward, or the push,
@@ -456,26 +506,27 @@ class GradientSync:
         failure, self._failure = self._failure, None
         if isinstance(failure, Timeout):
             raise failure  # of the end of backward; another call waits on
-        self.is_late = False
+        self.is_late, is_late = True, False  # until it ends, by whatever exception
         for bucket in buckets.values():
             try:
                 bucket.wait()
                 self._deliver(bucket)
                 self._arrived.append(bucket)
             except Timeout as error:
-                self.is_late = True
+                is_late = True
                 failure = error if failure is None else failure
                 self._memory.give_up(bucket.values)
                 for name in bucket.values:
                     self._note(name)
                 continue
-            except Exception as error:  # of torch, too: a device may be gone
+            except (KvpsError, RuntimeError) as error:  # of torch, too: a device may be gone
                 self._memory.give_up(bucket.values)
                 self._arranged = []
                 is_graver = isinstance(failure, EpochChanged) and not isinstance(error, EpochChanged)
                 failure = error if failure is None or is_graver else failure
             for name in bucket.values:
                 self._away.pop(name, None)
+        self.is_late = is_late
         if failure is not None:
             raise failure
 
@@ -499,9 +550,11 @@ class GradientSync:
 
     def bring_weights(self) -> None:
         """Write the values that are back to the parameters."""
+        self.is_late = True  # until all are written
         for bucket in () if self._is_stepwise else self._arrived:
             bucket.bring(bucket.values, self._model.params)
         self._model.note_weights()
+        self.is_late = False
 
     def release(self) -> dict[str, InFlight]:
         """End the step, and let the caller wait for the buckets that are away.
@@ -525,6 +578,11 @@ class GradientSync:
             ConfigError: if some have left that cannot be taken back. KvpsError: as :meth:`wait`.
         """
         self._demand_end()
+        self._take_up()
+        if self._kept:
+            for name in self._kept:
+                self._model.params[name].grad = None  # it is under way
+            return
         gone = list(self.values) if self._brings_weights else []
         self.abandon()
         if gone:
@@ -543,10 +601,13 @@ class GradientSync:
             self.begin()
 
     def _demand_end(self) -> None:
+        if self._model.is_torn:
+            raise ConfigError(TORN)
         if self.is_late:
             raise ConfigError(
-                "the last step ended with Timeout, but its gradients count, and it is still under way: call "
-                "step() again, which waits on, before the next zero_grad() or backward()"
+                "the last step was cut off (by a Timeout, or an exception), but its gradients count, and it "
+                "is still under way: call step() again, which waits on, before the next zero_grad() or "
+                "backward()"
             )
 
     def begin(self) -> None:
@@ -558,6 +619,7 @@ class GradientSync:
         self._arrived.clear()
         self.values.clear()
         self._collected.clear()
+        self._kept.clear()
         self._made.clear()
         self._failure = None
         self._is_begun = False

@@ -29,7 +29,7 @@ from typing import Protocol
 import torch
 
 from kvps.core.worker.consistent_read import HeldValues
-from kvps.errors import ConfigError, Timeout
+from kvps.errors import ConfigError
 from kvps.store.base import Store
 from kvps.store.server_store import DistStore
 from kvps.torch.sync.sparse_gradients import sum_of
@@ -143,12 +143,12 @@ class Buckets:
 
 
 class Answer:
-    """The answer to a push and pull. After a Timeout the next :meth:`wait` waits on.
+    """The answer to a push and pull. After a Timeout or an interrupt the next :meth:`wait` waits on.
 
     The push counts once, and a pull waits for its round. To push again would count it twice.
 
     Args:
-        wait: waits for the end of the call; of a store without servers it waits on by itself.
+        wait: waits for the end of the call, or makes it; of a store without servers it waits on by itself.
         kv: the store.
         values: by name, the tensors in which the values come back.
     """
@@ -159,21 +159,19 @@ class Answer:
         self.values = values
 
     def wait(self) -> object:
-        """Wait until it is there; return the result of the call, or None after a Timeout.
+        """Wait until it is there; return the result of the call, which is another after a wait was cut off.
 
         Raises:
             KvpsError: if the call failed.
         """
         try:
-            return self._wait()
-        except Timeout:
+            result = self._wait()
+        except BaseException:
             if isinstance(self._kv, DistStore):
-                self._wait = self._pull
+                self._wait = lambda: self._kv.pull(list(self.values), out=list(self.values.values()))
             raise
-
-    def _pull(self) -> None:
-        self._kv.pull(list(self.values), out=list(self.values.values()))
-        self._wait = lambda: None
+        self._wait = lambda: result
+        return result
 
 
 class InFlight(Protocol):
@@ -230,10 +228,10 @@ class GradientBucket:
             KvpsError: if they have failed.
         """
         self._answer.wait()
-        if self._divisor != 1:
+        divisor, self._divisor = self._divisor, 1
+        if divisor != 1:
             with torch.no_grad():
-                torch._foreach_div_(list(self.values.values()), self._divisor)
-            self._divisor = 1
+                torch._foreach_div_(list(self.values.values()), divisor)
 
     def gradient(self, name: str) -> torch.Tensor:
         """Return the result, in the layout in which the gradient left."""

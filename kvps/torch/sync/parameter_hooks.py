@@ -74,6 +74,11 @@ class PassEnd:
         self._awaited: Callable[[], object] = _nothing
         """Returns the callback that torch holds; None if its pass is over, or has failed."""
 
+    @property
+    def is_missed(self) -> bool:
+        """Whether the last pass that was awaited has failed."""
+        return self._awaited is not _nothing and self._awaited() is None
+
     def wait(self, call: Callable[[], None]) -> bool:
         """Call at the end of the pass that this thread is in, once; return whether this is the
         first request."""

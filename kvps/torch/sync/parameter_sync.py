@@ -16,7 +16,8 @@ rank 0's weights and begin its states anew, or weights would drift apart.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,7 +32,7 @@ from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
 from kvps.store.options import StoreOptions
 from kvps.tensors import NAMES
-from kvps.torch.sync.steps import Steps
+from kvps.torch.sync.steps import OwnedSteps, Steps
 
 log = logging.getLogger("kvps")
 T = TypeVar("T")
@@ -61,6 +62,8 @@ class ParameterSync:
         """The hyper-parameters of the optimizer in the store, as last installed."""
         self.is_given_up = False
         """The gradients of the present step could not be summed; there is nothing to update by."""
+        self.is_torn = False
+        """An optimizer here was cut off while it wrote the weights."""
         self.steps = Steps((kv,), lambda: (_trained(params),))
         """The options of the front end."""
         self._forget = forget
@@ -149,9 +152,11 @@ class ParameterSync:
         Call it before the first gradient of a step leaves. It asks the store only if torch has counted a
         write to a parameter: the script may have put back what was there.
         """
+        if self._is_warned or not isinstance(self._kv, KVStore):
+            return
         params = self.params
         written = [name for name in self.trained if params[name]._version != self._versions[name]]
-        if not written or self._is_warned or not isinstance(self._kv, KVStore):
+        if not written:
             return
         stored = [torch.empty_like(params[name]) for name in written]
         self._kv.pull(written, out=stored)
@@ -160,6 +165,27 @@ class ParameterSync:
         if changed:
             self._is_warned = True
             log.warning(LOST_WRITES, names_in_words(changed))
+
+    @contextmanager
+    def written(
+        self, end: Callable[[], object] = lambda: None, owned: OwnedSteps | None = None
+    ) -> Iterator[None]:
+        """Let an optimizer here write the weights, and note if an exception cuts it off in the middle.
+
+        Args:
+            end: called when all are written, also if a hook of the optimizer fails after that.
+            owned: knows whether it was such a hook; None where there are no hooks.
+        """
+        before = [param._version for param in self.params.values()]
+        is_made = False
+        try:
+            yield
+            is_made = True
+        finally:
+            if is_made or (owned and owned.is_made):
+                end()
+            elif before != [param._version for param in self.params.values()]:
+                self.is_torn = True
 
     # --- the optimizer in the store ---------------------------------------------------------------
 

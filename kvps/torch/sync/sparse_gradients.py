@@ -10,12 +10,13 @@ rows that are 0 and not -0, is the sum.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from kvps.store.base import Store
 from kvps.store.kvstore import KVStore
-from kvps.store.row_copies import Holding, RowChanges
+from kvps.store.row_copies import Holding
 
 
 class SparseGradients:
@@ -53,21 +54,30 @@ class SparseGradients:
             sum, a sparse tensor where ``param`` is.
         """
         pushed = self._kv.push(name, gradient, priority=priority, async_op=True)
-        assert pushed is not None
-        held = self._held.get(name)
-        if self._brings_weights:
-            asked = self._kv.refresh(name, param, held, priority=priority, async_op=True)
-        else:
-            asked = self._kv.pull_changed(name, held, priority=priority, async_op=True)
+
+        def ask() -> Any:
+            held = self._held.get(name)
+            if self._brings_weights:
+                return self._kv.refresh(name, param, held, priority=priority, async_op=True)
+            return self._kv.pull_changed(name, held, priority=priority, async_op=True)
+
+        asked = ask()
 
         def wait() -> torch.Tensor:
-            pushed.wait()  # a push that was refused is never applied: the answer would not come
+            nonlocal pushed, asked
+            asked = asked or ask()
+            try:
+                if pushed is not None:
+                    pushed.wait()  # a push that was refused is never applied: the answer would not come
+                found = asked.wait()
+            except BaseException:
+                pushed = asked = None  # the push counts: the next wait asks again
+                raise
             if self._brings_weights:
-                self._held[name] = asked.wait()
+                self._held[name] = found
                 return param
-            changes: RowChanges = asked.wait()
-            self._held[name] = changes.held
-            return sparse_of(changes.row_ids, changes.rows, param)
+            self._held[name] = found.held
+            return sparse_of(found.row_ids, found.rows, param)
 
         return wait
 

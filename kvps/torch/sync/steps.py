@@ -271,13 +271,19 @@ class OwnedSteps:
         self._groups = KnownGroups(optimizer, params)
         self._is_own = False
         self._may_pass = False
+        self.is_made = False
+        """The last step of the front end has written the weights; a hook after it may have failed."""
         hook_once(optimizer)
         before = _GUARDS.pop(optimizer, None)
         if before is not None:
             before.remove()
         self._handle = _GUARDS[optimizer] = optimizer.register_step_pre_hook(self._check)
+        self._after = optimizer.register_step_post_hook(self._note_made)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(self._after.id, last=False)  # before those of the script, which may fail
 
     def __enter__(self) -> None:
+        self.is_made = False
         self._groups.check()
         self._is_own = True
 
@@ -304,6 +310,7 @@ class OwnedSteps:
     def close(self) -> None:
         """Allow all steps from now on."""
         self._handle.remove()
+        self._after.remove()
 
     @property
     def has_pre_hooks(self) -> bool:
@@ -311,6 +318,9 @@ class OwnedSteps:
         own = int(self._handle.id in self._optimizer._optimizer_step_pre_hooks)
         hooks = len(self._optimizer._optimizer_step_pre_hooks) - own
         return bool(hooks or torch_optimizer._global_optimizer_pre_hooks)
+
+    def _note_made(self, *_: object) -> None:
+        self.is_made = True
 
     def _check(self, _: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         is_evaluating = self._may_evaluate and (len(args) > 1 or bool(options))

@@ -160,6 +160,18 @@ class TestCallsOfAllRanks:
         assert worker.is_done(worker.call(calls.StandAtBarrier("kv", "y")))
         assert worker.is_done(worker.call(calls.StandAtBarrier("kv", "x")))
 
+    def test_interrupted_call_is_that_which_is_made_again(self) -> None:
+        worker = small()
+        first = worker.call(calls.StandAtBarrier("kv", "x"))
+        worker.take(worker.core.on_interrupt(first, worker.now))
+        worker.wait(0.0)
+        assert isinstance(worker.error(first), Timeout)
+        worker.take(worker.core.on_interrupt(first, worker.now))  # again, before its caller has heard
+        second = worker.call(calls.StandAtBarrier("kv", "x"))
+        (seq,) = dict.fromkeys(worker.seqs(Barrier))
+        worker.scheduler(Released(seq))
+        assert worker.is_done(second)
+
     def test_late_answers_are_not_kept_for_ever(self) -> None:
         worker = small()
         for number in range(LATE_MAX + 5):

@@ -205,11 +205,14 @@ def test_a_seat_that_is_empty_still_is_connected_to_when_it_is_taken() -> None:
     ]
 
 
-def test_call_times_out_and_the_store_resyncs_all_the_same() -> None:
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_call_times_out_and_the_store_resyncs_all_the_same(is_interrupted: bool) -> None:
     worker = trained()
     begin(worker, phase="returning")
     ticket = worker.call(push({"w": ONES}), timeout_s=5.0)
-    worker.wait(5.0)
+    if is_interrupted:
+        worker.take(worker.core.on_interrupt(ticket, worker.now))
+    worker.wait(0.0 if is_interrupted else 5.0)
     assert isinstance(worker.error(ticket), Timeout)
     rejoin(worker)
     changed_at(worker, worker.call(calls.AskStatus("kv")))
