@@ -2,7 +2,8 @@
 
 Shows the members of a job, their states, versions and memory, the newest checkpoint, and the oldest
 open round of each store: its age, and the ranks that it waits for. With --replicas 1, it shows the copy of each
-server, too. It takes no seat in the job.
+server, too; and of each publication the newest version, and the readers of each version. It takes no seat in
+the job.
 
 examples:
   kvps status --scheduler tcp://10.0.0.1:9091
@@ -20,6 +21,7 @@ environment, where the flag is not given:
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,8 +33,9 @@ from kvps.protocol.membership import Look, Seen
 NAME = "kvps status"
 TIMEOUT_S = 5.0
 KEY_SHOWN = 40
-PROMOTIONS_SHOWN = 3
-"""Characters of a key that a line shows."""
+"""Characters of a key, or the name of a publication, that a line shows."""
+PROMOTIONS_SHOWN, READERS_SHOWN = 3, 4
+"""The newest promotions and moves that are shown, and the versions of a publication with most readers."""
 
 
 @flags.command(NAME)
@@ -63,6 +66,10 @@ def screen(job: Mapping[str, Any]) -> str:
     if job["copies"]:
         lines += ["", "copies of servers:"]
         lines += _table(("server", "copies", "standby", "behind"), [_copy(copy) for copy in job["copies"]])
+    if job["publications"]:
+        lines += ["", "publications:"]
+        heads = ("name", "version", "age", "memory", "readers")
+        lines += _table(heads, [_publication(each) for each in job["publications"]])
     for problem in job["problems"]:
         lines += ["", f"problem: {problem['text']}", f"  -> {problem['advice']}"]
     if not job["rounds"] and not job["problems"]:
@@ -97,6 +104,14 @@ def _copy(copy: Mapping[str, Any]) -> tuple[str, ...]:
         copies += f", {copy['reason'] or str(copy['copied']) + ' % copied'}"
     behind = bytes_in_words(copy["behind_bytes"]) if copy["state"] == "level" else ""
     return str(copy["rank"]), copies, copy["who"] or "none", behind
+
+
+def _publication(each: Mapping[str, Any]) -> tuple[str, ...]:
+    most = Counter(each["readers"]).most_common(READERS_SHOWN)
+    readers = ", ".join([f"{count} at version {version}" for version, count in most])
+    version, age = (str(each["version"]), f"{each['age_s']:.1f} s") if each["version"] else ("none", "")
+    memory, name = bytes_in_words(each["size"]), each["name"][:KEY_SHOWN]
+    return name, version, age, memory, readers or "none"
 
 
 def _member(member: Mapping[str, Any]) -> tuple[str, ...]:

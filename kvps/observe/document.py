@@ -59,6 +59,7 @@ def document_of(job: bytes, seen: Seen) -> dict[str, Any]:
         "copies": [copy._asdict() for copy in seen.copies],
         "promotions": [promotion._asdict() for promotion in seen.promotions],
         "moves": [move._asdict() for move in seen.moves],
+        "publications": [publication._asdict() for publication in seen.publications],
         "problems": [problem._asdict() for problem in problems_of(seen)],
     }
 

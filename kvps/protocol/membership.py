@@ -432,6 +432,19 @@ class Copy(NamedTuple):
     """Why it is not level; empty where it is, or soon will be."""
 
 
+class PublicationFigures(NamedTuple):
+    """A publication, as one server or all of them have it."""
+
+    name: str
+    version: int
+    """The newest version that is there; 0 for none."""
+    age_s: float
+    size: int
+    """Bytes of all versions that are there."""
+    readers: dict[str, int]
+    """By version, how many use it."""
+
+
 class Promotion(NamedTuple):
     """A standby that has taken the seat of its server."""
 
@@ -479,6 +492,8 @@ class Seen(Answer):
     """The newest promotions of standbys, the oldest first."""
     moves: tuple[Move, ...] = ()
     """The newest moves of servers' seats, the oldest first, and behind them those under way."""
+    publications: tuple[PublicationFigures, ...] = ()
+    """By name."""
 
 
 @tag(130)
@@ -562,8 +577,8 @@ class KeyTraffic(NamedTuple):
 
 @tag(121)
 class Measured(Message):
-    """Answer to MEASURE: the figures of the server as of now; or, unasked, its stalled rounds and
-    late ranks alone."""
+    """Answer to MEASURE: the figures of the server as of now; or, unasked, its stalled rounds, late
+    ranks and publications alone."""
 
     number: int
     """The number of MEASURE; 0 where the server was not asked."""
@@ -577,6 +592,8 @@ class Measured(Message):
     late: dict[str, float] = field(default_factory=dict)
     """By rank, the seconds by which its pushes came after the first of their round, a moving mean;
     unasked only."""
+    publications: tuple[PublicationFigures, ...] = ()
+    """Unasked only."""
 
 
 # --- keys -----------------------------------------------------------------------------------------

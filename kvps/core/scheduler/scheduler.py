@@ -552,6 +552,7 @@ class Scheduler:
             copies(job.standbys),
             promotions(job.standbys, now),
             moves(job.standbys, now),
+            report.publications(seats, now),
         )
 
     def _examine(self, envelope: Envelope, hello: p.Hello) -> None:

@@ -21,7 +21,7 @@ A return to a cut leaves publications alone: what was published stays what it wa
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -52,7 +52,7 @@ SETTLE_BYTES, SETTLE_AFTER_S = 4 << 20, 0.02
 """Bytes that are copied at a time while nothing else is to do, and seconds for which readers have
 said nothing by then: they wait for the processor, too."""
 SHOWN_MAX = 64
-"""Publications of which there are gauges."""
+"""Publications whose figures are shown, and versions of each whose readers are."""
 
 ReaderId = tuple[int, int]
 """Rank and incarnation of a reader: numbers that it has drawn."""
@@ -415,20 +415,33 @@ class Publications:
         what = f"version {message.number} of publication {message.publication!r}"
         self._budget.demand_publication(what, more)
 
-    def gauges(self) -> dict[tuple[str, str], float]:
-        """Return the gauges of publications and readers, by metric and label."""
-        values: defaultdict[tuple[str, str], float] = defaultdict(float)
-        values["kvps_publications", ""] = len(self.by_name)
-        values["kvps_published_versions", ""] = sum([len(each.versions) for each in self.by_name.values()])
-        values["kvps_readers", ""] = len(self.readers)
+    def figures(self) -> list[p.PublicationFigures]:
+        """Return the figures of the first publications."""
+        found = []
         for name, publication in islice(self.by_name.items(), SHOWN_MAX):
-            if publication.newest in publication.versions:
-                values["kvps_publication_version", name] = publication.newest
-                values["kvps_publication_age_seconds", name] = publication.age_s(self.now)
+            newest = publication.newest if publication.newest in publication.versions else 0
             blocks = [block for version in publication.versions.values() for block in version.blocks.values()]
             sizes = {id(block.buffer): block.buffer.tensor.nbytes for block in blocks}  # they may share one
-            values["kvps_publication_bytes", name] = sum(sizes.values())
-            for reader in self.readers.values():
-                if name in reader.uses:
-                    values["kvps_publication_readers", f"{reader.uses[name][0]},{name}"] += 1
-        return {**values}
+            uses = Counter(
+                [str(reader.uses[name][0]) for reader in self.readers.values() if name in reader.uses]
+            )
+            readers = dict(uses.most_common(SHOWN_MAX))
+            age_s = publication.age_s(self.now)
+            found.append(p.PublicationFigures(name, newest, age_s, sum(sizes.values()), readers))
+        return found
+
+    def gauges(self) -> dict[tuple[str, str], float]:
+        """Return the gauges of publications and readers, by metric and label."""
+        values: dict[tuple[str, str], float] = {
+            ("kvps_publications", ""): len(self.by_name),
+            ("kvps_published_versions", ""): sum([len(each.versions) for each in self.by_name.values()]),
+            ("kvps_readers", ""): len(self.readers),
+        }
+        for name, newest, age_s, size, readers in self.figures():
+            if newest:
+                values["kvps_publication_version", name] = newest
+                values["kvps_publication_age_seconds", name] = age_s
+            values["kvps_publication_bytes", name] = size
+            for version, count in readers.items():
+                values["kvps_publication_readers", f"{version},{name}"] = count
+        return values

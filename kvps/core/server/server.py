@@ -324,7 +324,7 @@ class Server(Core):
         self._restoring.popleft()
 
     def _look(self, now: float) -> None:
-        """Log the open rounds, and report them to the scheduler for ``kvps status``."""
+        """Log the open rounds; tell the scheduler of them and of publications, for ``kvps status``."""
         oldest = list(self.control.oldest(now))
         self.oldest_round_s = max([stall.age_s for stall in oldest], default=0.0)
         self._outbox.extend(self._stalls.look(oldest))
@@ -333,9 +333,10 @@ class Server(Core):
         rank = self.member.rank
         rounds = tuple([old_round(rank, stall) for stall in oldest if stall.age_s >= TELL_AFTER_S])
         late = self.counts.latest_news(TELL_MAX)
-        if self.member.welcome is not None and (rounds or self._has_told or late):
-            self._has_told = bool(rounds)
-            self.member.send(SCHEDULER, p.Measured(0, (), (), (), (), rounds[:TELL_MAX], late))
+        shown = () if self._follower is not None else tuple(self.publications.figures())
+        if self.member.welcome is not None and (rounds or shown or self._has_told or late):
+            self._has_told = bool(rounds or shown)
+            self.member.send(SCHEDULER, p.Measured(0, (), (), (), (), rounds[:TELL_MAX], late, shown))
 
     # --- the scheduler --------------------------------------------------------------------------
 

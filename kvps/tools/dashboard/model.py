@@ -98,7 +98,6 @@ class JobModel:
         document["totals"] = self._totals(document["members"], servers)
         document["staleness"] = self._staleness()
         document["keys"] = self._keys(answers)
-        document["publications"] = self._publications()
         document["compression"] = {way: self._compression(way) for way in ("in", "out")}
         document["loop_lag_s"] = loop_lag_s
         document["findings"] = findings(document)
@@ -247,28 +246,6 @@ class JobModel:
         for key_line in found:
             key_line["share"] = key_line["moved_bytes"] / total if total else 0.0
         return found[:KEYS_MAX]
-
-    def _publications(self) -> list[dict[str, Any]]:
-        """Return the publications by name: each reader uses a version on all servers, and is counted once."""
-        found: dict[str, dict[str, Any]] = {}
-        for track in self._tracks.values():
-            for (metric, label), value in track.last.values.items():
-                if not metric.startswith("kvps_publication_"):
-                    continue
-                what = metric.removeprefix("kvps_publication_")
-                version, _, name = label.partition(",") if what == "readers" else ("", "", label)
-                row = found.setdefault(
-                    name, {"name": name, "version": 0, "age_s": None, "bytes": 0, "readers": {}}
-                )
-                if what == "readers":
-                    row["readers"][version] = max(row["readers"].get(version, 0), int(value))
-                elif what == "bytes":
-                    row["bytes"] += int(value)
-                elif what == "version":
-                    row["version"] = max(row["version"], int(value))
-                else:
-                    row["age_s"] = value if row["age_s"] is None else min(row["age_s"], value)
-        return [row for _, row in sorted(found.items())]
 
     def _compression(self, direction: str) -> dict[str, object]:
         tracks = self._tracks.values()

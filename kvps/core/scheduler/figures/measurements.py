@@ -129,4 +129,6 @@ def _printable(value: Any) -> Any:
     if isinstance(value, tuple):
         parts = map(_printable, value)
         return value._make(parts) if hasattr(value, "_make") else tuple(parts)
+    if isinstance(value, dict):
+        return {_printable(key): number for key, number in value.items()}
     return value

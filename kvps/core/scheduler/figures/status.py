@@ -1,37 +1,38 @@
-"""The reply to a status query: every seat, and the oldest open round of each store.
+"""The reply to a status query: every seat, the oldest open round of each store, and the publications.
 
-The scheduler is not on the data path, so servers tell it of rounds that stay open. A report is valid for a
-few seconds; after that, a silent server counts as having none.
+The scheduler is not on the data path, so servers tell it of publications, and of rounds that stay open. A
+report is valid for a few seconds; after that, a silent server counts as having none.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from kvps import protocol as p
 from kvps.core.membership_client import BeatFigures
 from kvps.core.scheduler.barriers import Barriers
 from kvps.core.scheduler.seat import Seat, State
 from kvps.core.scheduler.standbys import Standbys
 from kvps.protocol.envelope import Node, Role
-from kvps.protocol.membership import Copy, Figures, Measured, Move, OldRound, Promotion, Sight, Wait
 
 TOLD_MAX_S = 12.0
 """How long what a server told is shown; it tells again every few seconds."""
 SET_BY_RANK_0 = ("init()", "set_optimizer()", "set_learning_rate()")
 """Calls in which the other ranks wait until rank 0 has made them."""
-WAITS_MAX, RANKS_MAX = 1024, 64
-"""Waits, and ranks of each, in one answer."""
+WAITS_MAX, RANKS_MAX, PUBLICATIONS_MAX = 1024, 64, 64
+"""Waits, ranks of each, and publications in one answer."""
 
 
 class StatusReport:
-    """The rounds that the servers of a job have reported."""
+    """The figures that the servers of a job have told unasked."""
 
     def __init__(self) -> None:
-        self._told: dict[int, tuple[float, Measured]] = {}
+        self._told: dict[int, tuple[float, p.Measured]] = {}
         """By server: when it told its figures unasked, and the figures."""
 
-    def tell(self, server: int, measured: Measured, now: float) -> None:
-        """Take in the open rounds of a server, and how late each rank is there."""
+    def tell(self, server: int, measured: p.Measured, now: float) -> None:
+        """Take in what a server told."""
         self._told[server] = now, measured
 
     def late_s(self, rank: int, seats: Mapping[Node, Seat], now: float) -> float:
@@ -39,9 +40,9 @@ class StatusReport:
         late_s = [told.late.get(str(rank), 0.0) for _, _, told in self._valid(seats, now)]
         return max(late_s, default=0.0)
 
-    def rounds(self, seats: Mapping[Node, Seat], now: float) -> tuple[OldRound, ...]:
+    def rounds(self, seats: Mapping[Node, Seat], now: float) -> tuple[p.OldRound, ...]:
         """Return the oldest open round of each store, the oldest first."""
-        oldest: dict[str, OldRound] = {}
+        oldest: dict[str, p.OldRound] = {}
         for server, at, measured in self._valid(seats, now):
             for told in measured.rounds:
                 round_ = told._replace(server=server, age_s=told.age_s + now - at)
@@ -49,14 +50,26 @@ class StatusReport:
                     oldest[round_.store] = round_
         return tuple(sorted(oldest.values(), key=lambda round_: -round_.age_s))
 
-    def _valid(self, seats: Mapping[Node, Seat], now: float) -> Iterator[tuple[int, float, Measured]]:
+    def publications(self, seats: Mapping[Node, Seat], now: float) -> tuple[p.PublicationFigures, ...]:
+        """Return the publications by name; a reader uses a version on all servers, and is counted once."""
+        found: dict[str, p.PublicationFigures] = {}
+        for _, at, measured in self._valid(seats, now):
+            for told in measured.publications:
+                here = told._replace(age_s=told.age_s + now - at)
+                other = found.get(here.name, here._replace(size=0))
+                newer = max(here, other, key=lambda each: (each.version, -each.age_s))
+                readers = {**(Counter(here.readers) | Counter(other.readers))}
+                found[here.name] = newer._replace(size=here.size + other.size, readers=readers)
+        return tuple([found[name] for name in sorted(found)[:PUBLICATIONS_MAX]])
+
+    def _valid(self, seats: Mapping[Node, Seat], now: float) -> Iterator[tuple[int, float, p.Measured]]:
         """Yield each server that is held and has told its figures of late, when, and the figures."""
         for server, (at, measured) in self._told.items():
             if now - at <= TOLD_MAX_S and seats[Node(Role.SERVER, server)].state is State.HELD:
                 yield server, at, measured
 
 
-def figures(seats: Mapping[Node, Seat], report: StatusReport, now: float) -> tuple[Figures, ...]:
+def figures(seats: Mapping[Node, Seat], report: StatusReport, now: float) -> tuple[p.Figures, ...]:
     """Return the figures of every seat, in the order of :func:`sights`; zeros for those that no
     process holds."""
     shown = []
@@ -66,7 +79,7 @@ def figures(seats: Mapping[Node, Seat], report: StatusReport, now: float) -> tup
         late_s = report.late_s(node.rank, seats, now) if is_worker else 0.0
         numbers = seat.figures if is_held else BeatFigures()
         shown.append(
-            Figures(
+            p.Figures(
                 seat.software,
                 numbers.rounds,
                 numbers.in_bytes,
@@ -80,8 +93,8 @@ def figures(seats: Mapping[Node, Seat], report: StatusReport, now: float) -> tup
 
 
 def waits(
-    seats: Mapping[Node, Seat], barriers: Barriers, rounds: Sequence[OldRound], now: float
-) -> tuple[Wait, ...]:
+    seats: Mapping[Node, Seat], barriers: Barriers, rounds: Sequence[p.OldRound], now: float
+) -> tuple[p.Wait, ...]:
     """Return the calls in which workers wait, and the ranks that each waits for, as far as the
     scheduler knows.
 
@@ -99,16 +112,16 @@ def waits(
             ranks = (0,)
         if not ranks:
             ranks = tuple(sorted({missing for each in rounds for missing in each.missing} - {rank}))
-        found.append(Wait(rank, call, waited_s, ranks[:RANKS_MAX]))
+        found.append(p.Wait(rank, call, waited_s, ranks[:RANKS_MAX]))
     return tuple(found[:WAITS_MAX])
 
 
-def copies(standbys: Standbys) -> tuple[Copy, ...]:
+def copies(standbys: Standbys) -> tuple[p.Copy, ...]:
     """Return how the copy of each server stands; nothing in a job without copies."""
     own = standbys.all() if standbys.seats.settings.replicas else ()
     return tuple(
         [
-            Copy(
+            p.Copy(
                 seat.node.rank,
                 seat.shown_state,
                 f"{seat.host}:{seat.pid}" if seat.state is State.HELD else "",
@@ -121,19 +134,19 @@ def copies(standbys: Standbys) -> tuple[Copy, ...]:
     )
 
 
-def promotions(standbys: Standbys, now: float) -> tuple[Promotion, ...]:
+def promotions(standbys: Standbys, now: float) -> tuple[p.Promotion, ...]:
     """Return the newest promotions."""
     return tuple(
-        [Promotion(rank, incarnation, who, now - at) for at, rank, incarnation, who in standbys.promotions]
+        [p.Promotion(rank, incarnation, who, now - at) for at, rank, incarnation, who in standbys.promotions]
     )
 
 
-def moves(standbys: Standbys, now: float) -> tuple[Move, ...]:
+def moves(standbys: Standbys, now: float) -> tuple[p.Move, ...]:
     """Return the newest moves of seats, and those under way."""
     ours, copies = standbys.moves, {seat.node.rank: seat for seat in standbys.all() if seat.pid}
-    over = [Move(rank, who, now - at, took_s, True) for at, rank, who, took_s in ours.moved]
+    over = [p.Move(rank, who, now - at, took_s, True) for at, rank, who, took_s in ours.moved]
     return *over, *[
-        Move(
+        p.Move(
             rank, f"{copies[rank].host}:{copies[rank].pid}" if rank in copies else "", now - since, 0.0, False
         )
         for rank, since in ours.begun.items()
@@ -148,14 +161,14 @@ def in_order(seats: Iterable[Seat]) -> list[Seat]:
     return sorted(seats, key=lambda seat: (_ORDER[seat.node.role], seat.node.rank))
 
 
-def sights(seats: Iterable[Seat], now: float) -> tuple[Sight, ...]:
+def sights(seats: Iterable[Seat], now: float) -> tuple[p.Sight, ...]:
     """Return every seat as it is shown, the workers first.
 
     Where servers listen is told to members only.
     """
     return tuple(
         [
-            Sight(
+            p.Sight(
                 int(seat.node.role),
                 seat.node.rank,
                 seat.incarnation,

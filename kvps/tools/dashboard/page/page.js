@@ -175,7 +175,7 @@ function drawPublications(now) {
       const at = `publications.${index}`;
       const readers = Object.entries(one.readers).map(([version, count]) => `${format.count(count)} at ${version}`).join(", ");
       return h("tr", {}, h("td", { class: "key" }, one.name), value(`${at}.version`, "count", "td", { class: "number" }),
-        value(`${at}.age_s`, "seconds", "td", { class: "number" }), value(`${at}.bytes`, "bytes", "td", { class: "number" }), h("td", {}, readers || "none"));
+        value(`${at}.age_s`, "seconds", "td", { class: "number" }), value(`${at}.size`, "bytes", "td", { class: "number" }), h("td", {}, readers || "none"));
     }),
   );
 }

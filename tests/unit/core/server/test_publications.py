@@ -17,6 +17,7 @@ from kvps.core.relay import KEPT_S
 from kvps.core.server import publications, readers
 from kvps.core.server.publications import LEASE_S, SETTLE_AFTER_S
 from kvps.core.server.readers import READERS_MAX, WATCHES_MAX
+from kvps.core.server.server import LOOK_EVERY_S
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, Overload, ProtocolError
 from kvps.protocol.envelope import Envelope, Message, Role
 from kvps.protocol.publications import READ_BYTES_MAX
@@ -241,12 +242,28 @@ def test_versions_outlive_a_return_to_a_cut_and_end_with_the_job() -> None:
     fails(server.read(1, 0, 4), Mismatch, "expects HELLO first")
 
 
-def test_gauges_tell_the_bytes_of_a_version_that_is_not_complete() -> None:
+def told(server: Stage) -> list[tuple[p.PublicationFigures, ...]]:
+    """Return what the server tells the scheduler of publications in its next report, if there is one."""
+    server.now += LOOK_EVERY_S
+    said = server.take(server.server.on_timer(server.now))
+    return [each.message.publications for each in said if isinstance(each.message, p.Measured)]
+
+
+@pytest.mark.spec("R465")
+def test_server_tells_the_scheduler_of_publications_and_their_readers() -> None:
     server = stage()
+    assert told(server) == []
     server.put(1, 1.0, 2.0)
     gauges = server.server.publications.gauges()
     assert gauges["kvps_publication_bytes", "policy"] == 8
     assert ("kvps_publication_version", "policy") not in gauges
+    assert told(server) == [(p.PublicationFigures("policy", 0, 0.0, 8, {}),)]
+    server.announce(1)
+    server.reader(0, p.Retain("policy", 1))
+    assert told(server) == [(p.PublicationFigures("policy", 1, LOOK_EVERY_S, 8, {"1": 1}),)]
+    server.server.publications.clear()
+    assert told(server) == [()]
+    assert told(server) == []
 
 
 # --- readers --------------------------------------------------------------------------------------

@@ -101,24 +101,6 @@ def test_rates_are_those_between_the_last_two_answers() -> None:
     assert feed.cluster.history()["rounds_per_s"] == [0.0, 7.0, 7.0]
 
 
-def test_publications_are_shown_by_name_and_readers_by_version() -> None:
-    def counts(size: int, **readers: int) -> dict[tuple[str, str], float]:
-        found: dict[tuple[str, str], float] = {
-            ("kvps_publication_version", "a,b"): 7,
-            ("kvps_publication_age_seconds", "a,b"): 0.1 * size,
-            ("kvps_publication_bytes", "a,b"): size,
-        }
-        return found | {
-            ("kvps_publication_readers", f"{version[1:]},a,b"): n for version, n in readers.items()
-        }
-
-    feed = Feed()
-    assert feed.show()["publications"] == []
-    found = feed.show(feed.figures(0, counts(10, v7=2, v5=1)), feed.figures(1, counts(20, v7=1)))
-    (row,) = found["publications"]
-    assert row == {"name": "a,b", "version": 7, "age_s": 1.0, "bytes": 30, "readers": {"7": 2, "5": 1}}
-
-
 def test_pushes_are_counted_where_no_store_has_rounds() -> None:
     feed = Feed()
     for second in range(2):

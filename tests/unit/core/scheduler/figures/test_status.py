@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from kvps.cli.status import screen
 from kvps.core.effects import Send
 from kvps.core.membership_client import BeatFigures
 from kvps.core.scheduler.figures.status import TOLD_MAX_S, StatusReport, figures
 from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler
 from kvps.core.scheduler.seat import Seat, State
+from kvps.observe.document import document_of
 from kvps.protocol.envelope import Envelope, Node, Packet, Role
 from kvps.protocol.membership import (
     PING_BYTES_MAX,
@@ -20,6 +22,7 @@ from kvps.protocol.membership import (
     OldRound,
     Ping,
     Pong,
+    PublicationFigures,
     Seen,
 )
 from tests.support.effects import taken
@@ -104,6 +107,26 @@ def test_stalled_rounds_of_servers_are_shown() -> None:
     assert shown == OLD._replace(age_s=13.0)
     (error,) = sent(stage.say("w0", told((OLD,))), Error)
     assert "worker 0 sent Measured; only a server or standby may" in error.text
+
+
+@pytest.mark.spec("R661")
+def test_publications_are_shown_as_old_as_they_are_now_and_each_reader_once() -> None:
+    stage = Stage(1, 2)
+    stage.form()
+    row = PublicationFigures("a", 7, 2.0, 10, {"7": 2, "5": 1})
+    for server, rows in enumerate(
+        [(row, row._replace(name="\x1b")), (row._replace(version=8, readers={"7": 3}),)]
+    ):
+        stage.say(f"s{server}", Measured(0, (), (), (), (), (), {}, rows))
+    stage.wait(1.0, ["w0", "s0", "s1"])
+    first, other = look(stage).publications
+    assert (first.name, first.size) == ("?", 10)
+    assert other == PublicationFigures("a", 8, 3.0, 20, {"7": 3, "5": 1})
+    lines = [line.split() for line in screen(document_of(b"job!", look(stage))).splitlines()]
+    at = lines.index(["name", "version", "age", "memory", "readers"])
+    assert " ".join(lines[at + 2]) == "a 8 3.0 s 20 B 3 at version 7, 1 at version 5"
+    stage.wait(TOLD_MAX_S, ["w0", "s0", "s1"])
+    assert look(stage).publications == ()
 
 
 @pytest.mark.spec("R330")
