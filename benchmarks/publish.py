@@ -5,13 +5,15 @@
 
 The worker publishes ``--mb`` megabytes of bfloat16, as a state dict and as keys, with so many readers; the
 last row has one reader that is stopped by SIGSTOP. With ``--changed``, that share of the elements changes
-between versions. With ``--link``, the trainer and each reader are hosts of their own, which are network
-namespaces behind links of that rate.
+between versions: by default none, and with ``--link`` all. With ``--link``, the trainer and each reader are
+hosts of their own, which are network namespaces behind links of that rate.
 
 Printed are medians over the turns, in milliseconds: ``copy`` is one copy of these bytes by torch, ``publish``
 the call in the trainer, ``learn`` from its return until the last reader knows the number, and ``read`` from
 there until that reader has all tensors. ``share`` is the time in which as many bare processes copy these
-bytes at once, divided by that. ``carried`` is what left by the trainer's link, in models.
+bytes at once, divided by that. ``carried`` is what left by the trainer's link, in models: less than 1.00
+where readers were told changes only, each by itself. ``transfers`` is ``learn`` and ``read`` together, by the
+time that the bare link takes for one model.
 
 On a machine with other work compare what does not wait: ``cpu``, the trainer's processor time in ``publish``
 by that of one copy, ``faults``, the pages that the trainer touched first there, and both for the readers:
@@ -125,10 +127,16 @@ def command(host: str, *arguments: str) -> list[str]:
     return [*(["ip", "netns", "exec", host] if host else []), sys.executable, __file__, *arguments]
 
 
+def bits_of(rate: str) -> float:
+    """Return the bits in a second of a rate as tc has it, such as 100mbit."""
+    number, unit = rate[:-4], rate[-4:]
+    return float(number) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[unit]
+
+
 def change(source: object, share: float) -> None:
     """Change so large a share of the elements of a state dict, in random places."""
     for tensor in source.values() if isinstance(source, dict) and share else ():
-        at = torch.randint(len(tensor), (int(share * len(tensor)),))
+        at = torch.randperm(len(tensor))[: int(share * len(tensor))] if share < 1 else slice(None)
         tensor.view(torch.int16)[at] ^= 1
 
 
@@ -249,7 +257,7 @@ def main() -> int:
     parser.add_argument("--mb", type=int, default=256)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--readers", type=int, nargs="*", default=[0, 1, 4])
-    parser.add_argument("--changed", type=float, nargs="*", default=[0.0])
+    parser.add_argument("--changed", type=float, nargs="*")
     parser.add_argument("--link", help="the rate of each host's link, as tc has it")
     parser.add_argument("--read", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--join", nargs=5, help=argparse.SUPPRESS)
@@ -269,6 +277,7 @@ def main() -> int:
     if flags.link is not None and flags.hosts is None:
         return on_links(flags.link, max(flags.readers), sys.argv[1:])
     hosts = flags.hosts or [""] * (1 + max(flags.readers))
+    shares = flags.changed if flags.changed is not None else [1.0 if flags.hosts else 0.0]
     count = flags.mb * 1_000_000 // 2 // PIECES
     state = {f"w{index}": torch.randn(count).bfloat16() for index in range(PIECES)}
     target = [tensor.clone() for tensor in state.values()]
@@ -285,13 +294,24 @@ def main() -> int:
         if size:
             print(f"{size} bare copies at once: {1e3 * wall:.0f} ms, of a processor {1e3 * cpu:.0f} ms each")
     beside(state, hosts, flags.readers, flags.turns)
-    titles = ("publish", "learn", "read", "share", "carried", "cpu", "faults", "read cpu", "read faults")
+    titles = (
+        "publish",
+        "learn",
+        "read",
+        "share",
+        "carried",
+        "transfers",
+        "cpu",
+        "faults",
+        "read cpu",
+        "read faults",
+    )
     print(f"{'source':12}{'changed':>8}{'readers':>18}" + "".join(f"{title:>12}" for title in titles))
     with kvps.create("dist_sync", name="bench") as kv:
         kv.init(list(state), list(state.values()))
 
         for title, source in (("state dict", state), ("keys", list(state))):
-            for changed in flags.changed if source is state else [0.0]:
+            for changed in shares if source is state else [0.0]:
                 runs = [(readers, False) for readers in flags.readers]
                 for readers, stops in runs if flags.hosts else [*runs, (1, True)]:
                     found = measure(
@@ -311,6 +331,9 @@ def main() -> int:
                         f"{1e3 * took:.0f}",
                         f"{wall / took:.2f}" if took else "",
                         f"{sent / flags.mb / 1e6:.2f}" if flags.hosts else "",
+                        f"{(learn + took) / (flags.mb * 8e6 / bits_of(flags.link)):.2f}"
+                        if flags.hosts
+                        else "",
                         f"{cpu / copy_cpu:.2f}",
                         f"{faults:.0f}",
                         f"{read_cpu / copied:.2f}" if took else "",
