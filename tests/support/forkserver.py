@@ -29,16 +29,17 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-import types
+import traceback
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.support import nursery, stand_in
-from tests.support.programs import ROOM, ROOM_BYTES, program_of, take_on, variables_at_import
+from tests.support.programs import ROOM, ROOM_BYTES, Program, program_of, take_on, variables_at_import
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "KVPS_TEST_FORK_FOLDER"
@@ -46,6 +47,8 @@ FOLDER = "KVPS_TEST_FORK_FOLDER"
 REQUEST_BYTES_MAX = 1 << 20
 FDS_MAX = 3 + len(stand_in.NAMESPACES)
 BACKLOG = 64
+NEVER_S = 1000.0
+"""Seconds after which a thread would have to let another run."""
 PEER = struct.Struct("3i")
 """The process, user and group at the other end of a socket."""
 PRELOADED = (
@@ -347,40 +350,61 @@ def _tell(client: socket.socket, what: object) -> None:
         client.send(json.dumps(what).encode())
 
 
-def become(request: dict[str, Any] | None, at_import: Mapping[str, str]) -> None:
+def become(request: dict[str, Any], at_import: Mapping[str, str]) -> NoReturn:
     """Be the process that ``request`` asks for, or one of those that it starts."""
-    while request is not None:
-        take_on(request["argv"], request["env"])
-        program = program_of(request["argv"], request["env"], at_import, os.getcwd())
-        assert program is not None
-        request = nursery.settle(at_import) if program.starts_others else None
-    program.run()
+    take_on(request["argv"], request["env"])
+    program = program_of(request["argv"], request["env"], at_import, os.getcwd())
+    assert program is not None
+    if program.starts_others and (inner := nursery.settle(at_import)) is not None:
+        become(inner, at_import)
+    _end(_run(program))
 
 
-def spare_the_end(kept: dict[str, types.ModuleType]) -> None:
-    """Let forks end without tearing down what has been imported so far.
+def _run(program: Program) -> int | None:
+    """Run a program, and return its exit code as Python does; None if Ctrl-C has ended the program."""
+    try:
+        program.run()
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        sys.stderr.write(f"{error.code}\n")
+        return 1
+    except BaseException as error:
+        # As Python does, keep what the frames hold.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        return None if isinstance(error, KeyboardInterrupt) else 1
+    return 0
 
-    To free it all takes ten times as long as a fork, as each page of it is copied first. What a program
-    makes itself ends as ever.
+
+def _end(code: int | None) -> NoReturn:
+    """End this process as an interpreter ends, but tear down only what the program has made.
+
+    Python would touch all strings and modules that were imported before, and each page of them is copied first: this takes
+    four times as long as the fork.
     """
-    kept.update(sys.modules)
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False
-    libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)  # leaves out the destructors of libraries, which would come next
-    gc.freeze()
-
-
-def _keep(modules: Mapping[str, types.ModuleType]) -> None:
-    for name in modules.keys() - {"sys", "builtins", "__main__"}:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules[name]))
-        sys.modules.pop(name, None)
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    except KeyboardInterrupt:
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    sys.setswitchinterval(NEVER_S)  # no other thread may miss what goes now
+    sys.modules["__main__"].__dict__.clear()
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            code = 120
+            sys.stderr.write(f"Exception ignored in: {stream!r}\n{type(error).__name__}: {error}\n")
+    if code is None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit((code or 0) & 0xFF)
 
 
 def main() -> None:
     """Import what takes long, and serve."""
-    kept: dict[str, types.ModuleType] = {}
-    atexit.register(_keep, kept)  # first, so it is called last
     listener, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
     cache = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # torch makes it on import
 
@@ -388,12 +412,14 @@ def main() -> None:
         importlib.import_module(module)
     at_import = variables_at_import(os.environ)
     faulthandler.register(STACKS)
-    spare_the_end(kept)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # no fork ends what is the server's
+    gc.freeze()
     request = Forks(listener, folder, at_import).serve()
     if request is None:
         shutil.rmtree(cache, ignore_errors=True)
-    else:
-        become(request, at_import)
+        os._exit(0)
+    become(request, at_import)
 
 
 if __name__ == "__main__":
