@@ -1,18 +1,17 @@
 """The seam to accelerators is the only file of kvps that knows streams, events and page-locked memory."""
 
 import ast
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import kvps
+from tests.support.sources import ROOT, trees
 
-ROOT = Path(kvps.__file__).parent
 SEAM = ROOT / "runtime/device.py"
 NAMES = {"is_cuda", "record_stream", "record_event", "wait_stream", "wait_event", "current_stream", "cudart"}
 OF_TORCH = {"cuda", "xpu", "Stream", "Event"}
+FLAGS = {"pin_memory", "non_blocking"}
 
 
 def faults(tree: ast.AST) -> list[str]:
@@ -31,15 +30,14 @@ def faults(tree: ast.AST) -> list[str]:
             case ast.ImportFrom(module="torch", names=names) if OF_TORCH & {field.name for field in names}:
                 found.append(f"{node.lineno}: torch.cuda")
             case ast.Call(keywords=keywords):
-                given = {keyword.arg for keyword in keywords} & {"pin_memory", "non_blocking"}
+                given = {keyword.arg for keyword in keywords} & FLAGS
                 found += [f"{node.lineno}: {name}=" for name in given]
     return found
 
 
 def test_no_other_file_queues_waits_or_pins() -> None:
-    others = [path for path in ROOT.rglob("*.py") if path != SEAM]
-    found = {str(path.relative_to(ROOT)): faults(ast.parse(path.read_text())) for path in others}
-    assert {name: lines for name, lines in found.items() if lines} == {}
+    found = {name: faults(tree) for name, tree in trees(NAMES | OF_TORCH | FLAGS)}
+    assert {name for name, lines in found.items() if lines} == {"runtime/device.py"}, found
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ def test_flags_that_say_too_little_are_refused(given: dict[str, object], says: s
         forecast.main(flags(**given), 1.0)
 
 
+@pytest.mark.in_turn
 def test_first_steps_of_a_script_are_timed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -1,12 +1,11 @@
 """A replay knows all that a process asks of its core."""
 
 import ast
-from pathlib import Path
 
-import kvps
 from kvps.tools.replay.replay import CALLS
+from tests.support.sources import trees
 
-ROOT = Path(kvps.__file__).parent
+CORES = ("Worker", "Server", "Scheduler", "Supervisor")
 UNRECORDED = {"on_signal", "restore"}
 """Methods of the supervisor's core, of which no record is kept; and the way to begin a scheduler again."""
 
@@ -14,13 +13,11 @@ UNRECORDED = {"on_signal", "restore"}
 def asked() -> dict[str, str]:
     """Return each method of a core that the package puts into an inbox -> the file."""
     found = {}
-    for path in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for file, tree in trees([f"{core}." for core in CORES]):
+        for node in ast.walk(tree):
             match node:
-                case ast.Attribute(
-                    value=ast.Name(id="Worker" | "Server" | "Scheduler" | "Supervisor"), attr=name
-                ):
-                    found[name] = str(path.relative_to(ROOT))
+                case ast.Attribute(value=ast.Name(id=core), attr=name) if core in CORES:
+                    found[name] = file
     return found
 
 

@@ -2,15 +2,14 @@
 
 import ast
 import gc
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvps.errors import ConfigError
-from kvps.torch.sync import parameter_hooks
 from kvps.torch.sync.parameter_hooks import ParameterHooks, PassEnd, second_gradient, watch
+from tests.support.sources import trees
 
 HOOKS = {"register_post_accumulate_grad_hook", "queue_callback"}
 """torch's methods that call during backward for each gradient, and at its end."""
@@ -161,11 +160,10 @@ class TestPassEnd:
 
 
 def test_no_other_file_registers_hooks_of_gradients() -> None:
-    kvps = Path(parameter_hooks.__file__).parents[2]
     found = {
-        path.relative_to(kvps).as_posix()
-        for path in kvps.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        name
+        for name, tree in trees(HOOKS)
+        for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in HOOKS
     }
     timed = "tools/bench/steps.py"  # sees when gradients of a script come up, and exchanges none
