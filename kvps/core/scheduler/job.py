@@ -166,6 +166,10 @@ class Job:
         before = self.phase
         if self.standbys.is_on:
             self.handover.promote(now)
+        if not self.formed:
+            for seat in self.seats.workers(State.LOST, State.GONE):
+                if seat.node.rank >= self.settings.workers:
+                    self.add(seat)  # a job begins with the first workers: nobody waits for others
         self.phase, self.reason = self.assess(now)
         if self.phase is Phase.RUNNING and not self.formed:
             self.formed = True
@@ -207,11 +211,10 @@ class Job:
             GOES_ON: bool(here) and all(figures.goes_on for figures in here),
             REBUILDS: bool(here) and all(figures.rebuilds for figures in here),
         }
-        for ticket in [
-            ticket for ticket in now if self.settings.tells_seats and now[ticket] != self._told_of[ticket]
-        ]:
-            self._told_of[ticket] = now[ticket]
-            self.report(ticket, int(now[ticket]))
+        for ticket, is_so in now.items():
+            if self.settings.tells_seats and is_so != self._told_of[ticket]:
+                self._told_of[ticket] = is_so
+                self.report(ticket, int(is_so))
 
     def on_time(self, now: float) -> None:
         """Run the timers that are due."""
@@ -479,13 +482,11 @@ class Job:
         if seat.node.role is Role.WORKER:
             place = (self.places() if places is None else places)[rank]
         master = self.seats.by_node[Node(Role.WORKER, 0)].master
-        settings, workers = self.settings, self.settings.workers
-        if settings.most_workers:
-            workers = len(self.seats.workers(State.EMPTY, State.HELD, State.LOST))
-        sizes = workers, settings.servers
+        settings, most = self.settings, self.settings.most_workers
+        joined = self.seats.workers(State.EMPTY, State.HELD, State.LOST)
+        sizes = len(joined) if most else settings.workers, settings.servers
         replaces = seat.is_replacement and seat.node.role is Role.SERVER
         follows, replicas = seat.node.role is Role.STANDBY, settings.replicas
-        most = settings.most_workers
         return Welcome(rank, seat.incarnation, *sizes, *place, master, replaces, follows, replicas, most)
 
     def places(self) -> dict[int, Place]:
@@ -502,9 +503,8 @@ class Job:
 
     def _welcome_all(self) -> None:
         """Send the welcomes that are due; a supervisor's waits until all workers are known."""
-        waits = not self.formed and any(
-            not (seat.is_taken or seat.is_vacant) for seat in self.seats.workers(*State)
-        )
+        workers = self.seats.workers(*State)
+        waits = not (self.formed or all(seat.is_taken or seat.is_vacant for seat in workers))
         due = [
             seat
             for seat in self.seats.by_node.values()

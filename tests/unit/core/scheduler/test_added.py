@@ -51,6 +51,24 @@ def test_worker_that_comes_before_the_job_runs_belongs_to_it_from_the_beginning(
 
 
 @pytest.mark.spec("R571")
+@pytest.mark.parametrize("how", ["lost", "gone", "silent"])
+def test_job_begins_without_a_worker_beyond_the_first_that_was_lost_before(how: str) -> None:
+    stage = Stage(2, 1, most_workers=3)
+    for route in ("w0", "w1", "w2"):
+        stage.hello(route)
+    if how == "silent":
+        stage.drop("w2")
+        stage.wait(5, beating=("w0", "w1"))
+    else:
+        stage.leave("w2", done=False, code=1, replaceable=how == "lost")
+    stage.hello("s0")
+    assert (stage.phase, shown(stage)) == ("running", ["held", "held", "vacant"])
+    if how == "silent":
+        stage.beat("w2")
+        assert shown(stage) == ["held", "held", "added"]
+
+
+@pytest.mark.spec("R571")
 def test_newcomer_takes_a_lost_seat_first_then_the_lowest_that_is_free() -> None:
     stage = running()
     stage.hello("w2")
