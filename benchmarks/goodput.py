@@ -2,10 +2,10 @@
 
     python -m benchmarks.goodput [--seconds 150] [--every 20] [--step 0.1]
 
-A job of 3:6 workers trains with ``on_worker_lost="shrink"``. Every ``--every`` seconds a worker is added, or
-an added one is killed, in turns. Printed are the steps of worker 0, the median time between two of them, the
-goodput (steps times that median, divided by the time that they took), the longest steps, and the load of the
-machine.
+A job of 3:6 workers trains with ``on_worker_lost="shrink"`` for ``--seconds`` from its first step on. Every
+``--every`` seconds a worker is added, or an added one is killed, in turns. Printed are the steps of worker 0,
+the median time between two of them, the goodput (steps times that median, divided by the time that they
+took), the longest steps, and the load of the machine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-LIMIT_S = 60.0
+LIMIT_S, START_MAX_S = 60.0, 240.0
 TRAIN = """
-import sys, time
+import os, sys, time
 import torch
 import kvps
-log, until, step_s = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+log, step_s = sys.argv[1], float(sys.argv[2])
 kv = kvps.create("dist_sync", on_worker_lost="shrink", average=True)
 weight, gradient = torch.zeros(200_000), torch.randn(200_000)
 kv.init("w", weight)
@@ -36,7 +36,7 @@ kv.set_optimizer("sgd", lr=0.01)
 kv.resume(["w"])
 kv.pull("w", out=weight)
 with open(f"{log}.{kv.rank}", "a", buffering=1) as steps:
-    while time.time() < until:
+    while not os.path.exists(f"{log}.end"):
         time.sleep(step_s)
         kv.pushpull("w", gradient, out=weight)
         print(time.time(), file=steps)
@@ -53,6 +53,15 @@ def seat_of(output: Path) -> list[str]:
     raise SystemExit(f"the launcher said nothing of workers to add in {LIMIT_S:.0f} s:\n{output.read_text()}")
 
 
+def await_step(folder: Path) -> None:
+    """Wait for the first step of worker 0."""
+    limit = time.monotonic() + START_MAX_S
+    while not ((steps := folder / "steps.0").exists() and steps.read_text()):
+        if time.monotonic() > limit:
+            raise SystemExit(f"no step in {START_MAX_S:.0f} s:\n{(folder / 'launch').read_text()}")
+        time.sleep(0.1)
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(
@@ -64,8 +73,7 @@ def main() -> int:
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        until = time.time() + parsed.seconds
-        train = [sys.executable, "-c", TRAIN, str(folder / "steps"), str(until), str(parsed.step)]
+        train = [sys.executable, "-c", TRAIN, str(folder / "steps"), str(parsed.step)]
         launch = [
             sys.executable,
             "-m",
@@ -83,6 +91,8 @@ def main() -> int:
         with (folder / "launch").open("wb") as output:
             job = subprocess.Popen([*launch, *train], stdout=output, stderr=output)
             seat = seat_of(folder / "launch")
+            await_step(folder)
+            until = time.time() + parsed.seconds
             while (rest := until - time.time()) > parsed.every:
                 time.sleep(min(parsed.every, rest))
                 if len(added) > counts["killed"]:
@@ -92,6 +102,8 @@ def main() -> int:
                 worker = [sys.executable, "-m", "kvps.cli.worker", *seat, "--", *train]
                 added.append(subprocess.Popen(worker, stdout=output, stderr=output, start_new_session=True))
                 counts["added"] += 1
+            time.sleep(max(0.0, until - time.time()))
+            (folder / "steps.end").touch()
             code = job.wait()
             for process in added:
                 process.wait()

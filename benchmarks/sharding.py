@@ -1,18 +1,20 @@
 """Measures what a worker holds, and how long a step takes, of a model whose weights live on the servers.
 
-    for way in shard store here; do
-        KVPS_TRANSPORT=tcp .venv/bin/kvps-launch -n 1 -s 1 -- .venv/bin/python benchmarks/sharding.py $way
-    done
+    .venv/bin/python benchmarks/sharding.py
 
 Twelve blocks of 32 MiB, SGD with momentum: ``shard`` is kvps.torch.shard, ``store`` and ``here`` are
-DistributedOptimizer with the optimizer on the servers and in the worker. With TCP the memory is
-this process's own; in shared memory the pages of the servers that it has read count, too. Linux.
+DistributedOptimizer with the optimizer on the servers and in the worker. Each is a job of one worker and one
+server over TCP, where the memory is the worker's own; in shared memory the pages of the servers that it has
+read count, too. Linux.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -21,6 +23,7 @@ import torch
 import kvps.torch
 
 BLOCKS, WIDTH, BATCH = 12, 2048, 32
+WAYS = ("shard", "store", "here")
 
 
 class Block(torch.nn.Module):
@@ -49,11 +52,17 @@ def peak_mib() -> float:
 
 
 def main() -> None:
-    """Train one way, and print what it took."""
+    """Start a job for each way, or train one way and print what it took."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("way", choices=["shard", "store", "here"])
+    parser.add_argument("way", nargs="?", choices=WAYS, help="in a job that runs; without it, all in turns")
     parser.add_argument("--steps", type=int, default=10)
     flags = parser.parse_args()
+    if flags.way is None:
+        launch = (sys.executable, "-m", "kvps.cli.launch", "-n", "1", "-s", "1", "--", sys.executable)
+        for way in WAYS:
+            argv = [*launch, __file__, way, "--steps", str(flags.steps)]
+            subprocess.run(argv, check=True, env=os.environ | {"KVPS_TRANSPORT": "tcp"})
+        return
     torch.manual_seed(0)
     kv = kvps.create("dist_sync", average=True)  # with all that a session needs
     before = peak_mib()

@@ -26,21 +26,20 @@ def _module(name: str, *words: str) -> tuple[str, ...]:
     return ("-m", f"benchmarks.{name}", *words)
 
 
-def _launched(servers: str, name: str) -> tuple[str, ...]:
-    return ("-m", "kvps.cli.launch", "-n", "1", "-s", servers, "--", sys.executable, *_script(name))
-
-
+_LAUNCHED = ("-m", "kvps.cli.launch", "-n", "1", "-s", "2", "--", sys.executable)
 TABLES = {
     "servers": Named("a round by number of servers", "gloo", _module("compare", "--sweep", "servers")),
     "links": Named("a round on links of 400 Mbit/s, root", "gloo", _module("compare", "--network", "4x4")),
     "kills": Named("steps that count under kills", "torchrun, DDP, checkpoints", _module("kills")),
     "resize": Named("goodput of workers that come and go", "", _module("goodput")),
     "recovery": Named("a server's SIGKILL to the next round", "", _module("recovery")),
-    "publish": Named("a version published, and read", "a copy of memory", _launched("2", "publish")),
+    "publish": Named(
+        "a version published, and read", "a copy of memory, gloo", (*_LAUNCHED, *_script("publish"))
+    ),
     "click": Named("a recommender's step", "DDP on gloo, TorchRec", _script("click_model")),
     "latency": Named("push, pull and pushpull by size", "bare ZeroMQ, gloo", _module("latency")),
     "local": Named("local steps on slow links, root", "a gradient per step", _script("local_steps", "links")),
-    "sharding": Named("memory of a worker of a sharded model", "", _launched("1", "sharding")),
+    "sharding": Named("memory of a worker of a sharded model", "DistributedOptimizer", _script("sharding")),
     "slow": Named("one worker slow", "DDP on gloo", _script("stragglers")),
     "codecs": Named("accuracy and bytes of each codec", "none", ("examples/compressed_digits.py",)),
     "overlap": Named("communication behind computation, root", "DDP on gloo", _script("overlap")),
