@@ -276,7 +276,7 @@ class Handover:
         before, rank = seat.standing.reason, seat.node.rank
         has_changed = self.standbys.hear(seat, standing)
         is_new = standing.reason not in ("", before) and not standing.dismiss
-        if is_new and seat.node.role is Role.SERVER and self.job.settings.replicas:
+        if is_new and self.job.settings.replicas:
             self.job.note(
                 "warning",
                 f"no standby can take the place of server {rank}: {standing.reason}; a loss of server {rank} "

@@ -67,14 +67,6 @@ class Unacknowledged(NamedTuple):
     size: int
 
 
-class Layout(NamedTuple):
-    """The layout of a chunk, without its values."""
-
-    names: int
-    retired: tuple[int, ...]
-    blank: tuple[int, ...]
-
-
 class Replicator:
     """Copies what a server holds to its standby, and holds answers back until that has it.
 
@@ -310,7 +302,8 @@ class Replicator:
         """The last life of each store that has ended, as the standby was told."""
         self._lives: dict[int, int] = {}
         """The incarnations of workers that it was told of."""
-        self._sent_layouts: dict[int, tuple[str, Layout]] = {}
+        self._sent_layouts: dict[int, tuple[str, int, tuple[int, ...], tuple[int, ...]]] = {}
+        """Chunk -> its store, how many keys it has, and which are retired or have no values."""
         self._keys: dict[str, dict[str, None]] = {}
         self._layouts: set[str] = set()
         self._ranges: dict[int, dict[tuple[int, int], bool]] = {}
@@ -436,12 +429,12 @@ class Replicator:
                     del self._sent_layouts[number]
                     self._say(p.CopyChunk(name, number, 1, 0, (), (), (), ()))
             for number, chunk in held.items():
-                layout = Layout(len(chunk.keys), *chunk.unused())
-                if self._sent_layouts.get(number) != (name, layout):
-                    self._sent_layouts[number] = name, layout
+                layout = name, len(chunk.keys), *chunk.unused()
+                if self._sent_layouts.get(number) != layout:
+                    self._sent_layouts[number] = layout
                     dtype = BY_NAME[chunk.dtype].id
                     names, bounds = tuple(chunk.keys), tuple(chunk.bounds)
-                    self._say(p.CopyChunk(name, number, dtype, chunk.capacity, names, bounds, *layout[1:]))
+                    self._say(p.CopyChunk(name, number, dtype, chunk.capacity, names, bounds, *layout[2:]))
         self._layouts.clear()
 
     def _copy_keys(self) -> None:

@@ -439,6 +439,14 @@ def test_why_a_store_is_not_copied_is_logged_once_and_shown() -> None:
     assert row(stage, Role.SERVER, 0).reason.endswith(f"its standby had copied 0 % ({why})")
 
 
+def test_a_standby_that_is_short_of_memory_is_logged_once() -> None:
+    stage = copied()
+    why = "the copy cannot be held: no room for key 'w': weights 8 MiB, and the limit of this server is 4 MiB"
+    (first, *_), again = [notes(stage.say("s0b", Standing(level=False, reason=why))) for _ in range(2)]
+    assert first.startswith(f"warning: no standby can take the place of server 1: {why}")
+    assert not again
+
+
 @pytest.mark.spec("R529")
 def test_status_shows_copies_and_promotions() -> None:
     stage = copied()
