@@ -15,8 +15,7 @@ has joined, why it leaves, or that it waits for an operation and can make no oth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -31,6 +30,8 @@ UNEVEN = (ALLGATHER, ALLTOALL)
 """Operations whose tensors may differ in the first dimension."""
 SUMMING = ("sum", "average")
 """Reductions to which a rank that has joined adds zeros."""
+FORM = [str, str, int, list, str, int, float, float, list, list, str]
+"""The types of the fields of a request, as they travel."""
 NAME_MAX = 1024
 """Characters of a name."""
 
@@ -38,8 +39,7 @@ Key = tuple[int, str]
 """A process set, and the name of an operation in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One tensor of a request: its element type, by torch's name, and its shape."""
 
     dtype: str
@@ -49,8 +49,7 @@ class Part:
         return f"{self.dtype}{list(self.shape)}"
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveRequest:
+class CollectiveRequest(NamedTuple):
     """One rank's part in a collective.
 
     Attributes:
@@ -148,8 +147,7 @@ def own_fault(request: CollectiveRequest, ranks: Sequence[int]) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """One rank's message of one cycle.
 
     Attributes:
@@ -172,24 +170,7 @@ def pack(turn: Turn) -> bytes:
         >>> unpack(pack(Turn(has_joined=True)))
         Turn(requests=(), has_joined=True, over='', waits_for=None)
     """
-    requests = [
-        [
-            *(request.name, request.kind, request.process_set),
-            [[part.dtype, part.shape] for part in request.parts],
-            *(
-                request.op,
-                request.root,
-                request.prescale,
-                request.postscale,
-                request.splits,
-                request.ranks,
-                request.fault,
-            ),
-        ]
-        for request in turn.requests
-    ]
-    row = [requests, turn.has_joined, turn.over, turn.waits_for]
-    packed: bytes = msgpack.packb(row)
+    packed: bytes = msgpack.packb(turn)
     return packed
 
 
@@ -203,7 +184,7 @@ def unpack(given: bytes) -> Turn:
         requests, has_joined, over, waits_for = msgpack.unpackb(given)
         _demand(type(has_joined) is bool and type(over) is str)
         return Turn(
-            tuple([_request(*row) for row in requests]),
+            tuple([_request(CollectiveRequest(*row)) for row in requests]),
             has_joined,
             over,
             None if waits_for is None else _key(*waits_for),
@@ -222,34 +203,14 @@ def _key(process_set: Any, name: Any) -> Key:
     return process_set, name
 
 
-def _request(
-    name: Any,
-    kind: Any,
-    process_set: Any,
-    parts: Any,
-    op: Any,
-    root: Any,
-    prescale: Any,
-    postscale: Any,
-    splits: Any,
-    ranks: Any,
-    fault: Any,
-) -> CollectiveRequest:
-    _key(process_set, name)
-    _demand(kind in KINDS and type(op) is str and type(root) is int and type(fault) is str)
-    _demand(type(prescale) is float and type(postscale) is float)
-    return CollectiveRequest(
-        name,
-        kind,
-        process_set,
-        tuple([_part(*part) for part in parts]),
-        op,
-        root,
-        prescale,
-        postscale,
-        tuple([_sizes(sizes) for sizes in splits]),
-        _sizes(ranks),
-        fault,
+def _request(given: CollectiveRequest) -> CollectiveRequest:
+    """Return a request whose fields, as they came, have the right types."""
+    _key(given.process_set, given.name)
+    _demand(list(map(type, given)) == FORM and given.kind in KINDS)
+    return given._replace(
+        parts=tuple([_part(*part) for part in given.parts]),
+        splits=tuple([_sizes(sizes) for sizes in given.splits]),
+        ranks=_sizes(given.ranks),
     )
 
 

@@ -1,7 +1,5 @@
 """Requests: which differences between two ranks count, and what a request may not say by itself."""
 
-from dataclasses import replace
-
 import msgpack
 import pytest
 
@@ -23,8 +21,8 @@ ONE = CollectiveRequest("x", ALLREDUCE, parts=(Part("float32", (2, 3)),), op="su
 
 
 def test_a_difference_within_a_group_names_the_tensor() -> None:
-    two = replace(ONE, parts=(Part("float32", (1,)), Part("float32", (2,))))
-    other = replace(two, parts=(Part("float32", (1,)), Part("float64", (2,))))
+    two = ONE._replace(parts=(Part("float32", (1,)), Part("float32", (2,))))
+    other = two._replace(parts=(Part("float32", (1,)), Part("float64", (2,))))
     assert difference(0, two, 1, other).startswith("types of tensor 1 differ")
 
 
