@@ -38,10 +38,9 @@ from kvps.errors import ConfigError
 from kvps.phrases import and_more
 from kvps.store import residual_state
 from kvps.store.base import KVStoreBase
-from kvps.store.create import options_of
 from kvps.store.kvstore import KVStore
 from kvps.store.local_optimizer import RulesOptimizer, TorchOptimizer
-from kvps.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from kvps.torch.broadcast import broadcast_object, broadcast_optimizer_state, join
 from kvps.torch.sync.agreement import (
     AgreedBatch,
     check_clipping,
@@ -414,20 +413,13 @@ class Trainer(Resumable):
             raise ConfigError(f"join() needs a store of kvps, but {self._kv.type!r} is a plug-in")
         if self._exchange is not None:
             self._exchange.discard()
-        self._model.survive(self._join)
+        join(self._model, None if self._local is None else self._take_state)
 
-    def _join(self) -> None:
-        last = self._model.kv.join()
-        if self._local is None:
-            self._model.pull()
-            return
-        options = options_of(self._model.kv)
-        broadcast_parameters(self._params, last, kvstore_options=options)
+    def _take_state(self, root: int, **options: Any) -> None:
         if isinstance(self._local, TorchOptimizer):
-            broadcast_optimizer_state(self._local.optimizer, last, kvstore_options=options)
-        else:
-            states = self._local.all_states()
-            self._local.put(broadcast_object(states, last, kvstore_options=options))
+            broadcast_optimizer_state(self._local.optimizer, root, **options)
+        elif self._local is not None:
+            self._local.put(broadcast_object(self._local.all_states(), root, **options))
 
     @property
     def param_groups(self) -> NoReturn:
@@ -494,6 +486,7 @@ class Trainer(Resumable):
         """
         if self._local is not None:
             self._local.load(path)
+            self._model.is_torn = False
         else:
             self._model.survive(lambda: self._model.kv.load_optimizer_states(path))
         self._model.survive(lambda: residual_state.load(self._kv, path))

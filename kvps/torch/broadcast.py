@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 from kvps.errors import ConfigError, Mismatch
+from kvps.store.create import options_of
 from kvps.store.kvstore import KVStore
 from kvps.tensors import NAMES
 from kvps.torch.serialization import bits, pack, unpack
-from kvps.torch.sync.parameter_sync import pairs_of
+from kvps.torch.sync.parameter_sync import ParameterSync, pairs_of
 from kvps.torch.sync.shared_stores import Options, own_store
 from kvps.torch.sync.state_dict import without_stored
 
@@ -96,29 +97,69 @@ def broadcast_optimizer_state(
         raise ConfigError(f"optimizer: give a torch.optim.Optimizer, got {type(given).__name__}")
     optimizer = getattr(optimizer, "wrapped", optimizer)  # a DistributedOptimizer says so
     kv = _store(kvstore, root_rank, kvstore_options)
+
+    def send(tensors: list[torch.Tensor]) -> None:
+        if kv.num_workers > 1 and tensors:
+            _send(kv, [f"optimizer/{index}" for index in range(len(tensors))], tensors, root_rank)
+
+    with without_stored(optimizer):
+        give_state(
+            optimizer, (kv.rank, root_rank), lambda make: _send_packed(kv, "optimizer", make, root_rank), send
+        )
+
+
+def give_state(
+    optimizer: torch.optim.Optimizer,
+    ranks: tuple[int, int],
+    send_packed: Callable[[Callable[[], bytes] | None], bytes],
+    send: Callable[[list[torch.Tensor]], object],
+) -> None:
+    """Give the root's state of an optimizer to the other workers.
+
+    Args:
+        optimizer: this worker's.
+        ranks: this worker's rank, and the root's.
+        send_packed: returns the bytes that its argument makes on the root; on other workers that is None.
+        send: puts the root's values into tensors.
+
+    Raises:
+        ConfigError: for a state that is not plain data.
+        Mismatch: if the root's optimizer has other parameters.
+    """
+    rank, root = ranks
     tensors: list[torch.Tensor] = []
-
-    def packed() -> bytes:
-        with without_stored(optimizer):
-            return pack(optimizer.state_dict(), tensors)
-
-    if kv.rank == root_rank:
-        _send_packed(kv, "optimizer", packed, root_rank)
-        state = None
-    else:
-        state = unpack(_send_packed(kv, "optimizer", None, root_rank), tensors)
-    if kv.num_workers > 1 and tensors:
-        names = [f"optimizer/{index}" for index in range(len(tensors))]
-        _send(kv, names, tensors, root_rank)
+    is_root = rank == root
+    packed = send_packed((lambda: pack(optimizer.state_dict(), tensors)) if is_root else None)
+    state = None if is_root else unpack(packed, tensors)
+    send(tensors)
     if state is not None:
         try:
-            with without_stored(optimizer):
-                optimizer.load_state_dict(state)
+            optimizer.load_state_dict(state)
         except ValueError as error:
             raise Mismatch(
-                f"the optimizer of rank {root_rank} differs from the optimizer of rank {kv.rank}: {error}; "
+                f"the optimizer of rank {root} differs from the optimizer of rank {rank}: {error}; "
                 "every worker must create it over the same parameters"
             ) from error
+
+
+def join(model: ParameterSync, take: Callable[..., object] | None) -> None:
+    """Join the other workers, and take the weights and the optimizer's state of the worker that joined last.
+
+    Args:
+        model: its parameters and their store.
+        take: takes that state, as :func:`broadcast_optimizer_state` does; None where the servers have it.
+    """
+
+    def call() -> None:
+        last = model.kv.join()
+        if take is None:
+            model.pull()
+            return
+        options = options_of(model.kv)
+        broadcast_parameters(model.params, last, kvstore_options=options)
+        take(last, kvstore_options=options)
+
+    model.survive(call)
 
 
 def broadcast_object(
@@ -158,22 +199,38 @@ def broadcast_object(
 def _send_packed(kv: KVStore, key: str, make: Any, root: int) -> bytes:
     """Send the result of the root's function; if that fails, send the error, so that the others do
     not wait."""
-    packed, error = (b"", None) if make is None else _packed(make)
-    if kv.num_workers > 1:
-        length = torch.tensor([-len(packed) if error is not None else len(packed)], device="cpu")
-        _send(kv, [f"{key}/length"], [length], root)
-        size = int(length)
-        row = torch.frombuffer(bytearray(packed or bytes(abs(size))), dtype=torch.uint8)
-        _send(kv, [f"{key}/bytes"], [row], root)
-        packed = row.numpy().tobytes()
-        if size < 0 and error is None:
-            error = ConfigError(f"rank {root} cannot send its object: {packed.decode()}")
-    if error is not None:
-        raise error
+    alone = kv.num_workers == 1
+    return send_packed(
+        make, root, lambda part, row: None if alone else _send(kv, [f"{key}/{part}"], [row], root)
+    )
+
+
+def send_packed(
+    make: Callable[[], bytes] | None, root: int, send: Callable[[str, torch.Tensor], object]
+) -> bytes:
+    """Return on every worker the bytes that the root makes.
+
+    Args:
+        make: the root's; None on other workers.
+        root: its rank.
+        send: puts the root's values into a tensor, of which it is told the name.
+
+    Raises:
+        ConfigError: on every worker, if the root's function raises it.
+    """
+    packed, error = (b"", None) if make is None else packed_or_text(make)
+    length = torch.tensor([-len(packed) if error is not None else len(packed)], device="cpu")
+    send("length", length)
+    size = int(length)
+    row = torch.frombuffer(bytearray(packed or bytes(abs(size))), dtype=torch.uint8)
+    send("bytes", row)
+    packed = row.numpy().tobytes()
+    if size < 0:
+        raise error or ConfigError(f"rank {root} cannot send its object: {packed.decode()}")
     return packed
 
 
-def _packed(make: Callable[[], bytes]) -> tuple[bytes, ConfigError | None]:
+def packed_or_text(make: Callable[[], bytes]) -> tuple[bytes, ConfigError | None]:
     """Return an object's bytes; or the error that refuses it, and its text for the other workers."""
     try:
         return make(), None
@@ -286,7 +343,7 @@ def gather_object(
 @torch.no_grad()
 def _gather(obj: Any, name: str | None, root: int | None, kv: KVStore) -> list[Any] | None:
     rank = kv.rank
-    packed, error = _packed(lambda: pack(obj))
+    packed, error = packed_or_text(lambda: pack(obj))
     if kv.num_workers == 1:
         if error is not None:
             raise error

@@ -30,6 +30,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -41,7 +42,7 @@ from kvps.store import residual_state
 from kvps.store.base import KVStoreBase
 from kvps.store.catch_up import refuse
 from kvps.store.create import options_of
-from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
+from kvps.torch.broadcast import broadcast_optimizer_state, join
 from kvps.torch.deferred_updates import DeferredUpdates
 from kvps.torch.sync.agreement import (
     Agreement,
@@ -411,15 +412,15 @@ class DistributedOptimizer(WrappedOptimizer):
         :meth:`no_sync`, or of fewer passes than ``backward_passes_per_step``. Afterwards call step() under
         :meth:`skip_synchronize`, or step() itself, which then has nothing to wait for.
 
-        With ``overlap_forward``, it also makes the deferred updates. Between step() and backward() that is
-        all it does.
+        With ``overlap_forward``, it also makes the deferred updates. Between step() and backward(), or with
+        ``update_on_kvstore=True``, that is all it does.
 
         Raises:
             ConfigError: with ``update_on_kvstore=True``, where sums are never returned; or as step().
         """
         if self._late is not None:
             self._late.finish()
-            if all(param.grad is None for param in self._model.params.values()):
+            if self._on_store or all(param.grad is None for param in self._model.params.values()):
                 return  # between step() and backward(), it is the weights that a script waits for
         self._needs_means("synchronize() waits for")
         try:
@@ -491,21 +492,12 @@ class DistributedOptimizer(WrappedOptimizer):
             )
         self._finish()
         self._exchange.discard()
-        self._model.survive(self._join)
+        join(self._model, None if self._on_store else partial(broadcast_optimizer_state, self._inner))
 
     def _finish(self) -> None:
         """Make all deferred updates."""
         if self._late is not None:
             self._late.finish()
-
-    def _join(self) -> None:
-        last = self._model.kv.join()
-        if self._on_store:
-            self._model.pull()
-            return
-        options = options_of(self._model.kv)
-        broadcast_parameters(self._model.params, last, kvstore_options=options)
-        broadcast_optimizer_state(self._inner, last, kvstore_options=options)
 
     def _add_unused(self) -> None:
         """Include parameters that have a gradient on another worker but not here.

@@ -12,6 +12,7 @@ from kvps.compat.horovod.ops.handles import synchronize
 from kvps.compat.horovod.ops.move import allgather, broadcast_, broadcast_async_
 from kvps.compat.horovod.process_sets import ProcessSet, global_process_set
 from kvps.errors import ConfigError
+from kvps.torch.broadcast import give_state, packed_or_text, send_packed
 from kvps.torch.serialization import pack, unpack
 
 
@@ -81,27 +82,17 @@ def broadcast_optimizer_state(
             other parameters.
         HorovodInternalError: if a rank is lost.
     """
-    is_root = current().running().rank == root_rank
+    rank = current().running().rank
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer: give a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if not optimizer.state_dict()["state"]:
         _give_zeros(optimizer)
-    tensors: list[torch.Tensor] = []
-    name = "broadcast_optimizer_state"
-    if is_root:
-        state = None
-        _sent(lambda: pack(optimizer.state_dict(), tensors), root_rank, name, process_set)
-    else:
-        state = unpack(_sent(None, root_rank, name, process_set), tensors)
-    broadcast_parameters(tensors, root_rank, process_set)
-    if state is not None:
-        try:
-            optimizer.load_state_dict(state)
-        except ValueError as error:
-            raise ValueError(
-                f"the optimizer of rank {root_rank} differs from this rank's: {error}; create it over the "
-                "same parameters on every rank"
-            ) from error
+    give_state(
+        optimizer,
+        (rank, root_rank),
+        lambda make: _sent(make, root_rank, "broadcast_optimizer_state", process_set),
+        lambda tensors: broadcast_parameters(tensors, root_rank, process_set),
+    )
 
 
 def _give_zeros(optimizer: torch.optim.Optimizer) -> None:
@@ -140,25 +131,10 @@ def broadcast_object(
 def _sent(make: Any, root: int, name: str, process_set: ProcessSet) -> bytes:
     """Return the bytes that the root makes, on every rank; raise its error, if it makes none, on
     every rank."""
-    packed, error = b"", None
-    if make is not None:
-        packed, error = _packed(make)
-    size = torch.tensor([-len(packed) if error is not None else len(packed)], device="cpu")
-    broadcast_(size, root, f"{name}.size", process_set)
-    row = torch.frombuffer(bytearray(packed or bytes(abs(int(size)))), dtype=torch.uint8)
-    broadcast_(row, root, f"{name}.bytes", process_set)
-    found = row.numpy().tobytes()
-    if int(size) < 0:
-        raise ValueError(f"rank {root} cannot send its object: {found.decode()}") from error
-    return found
-
-
-def _packed(make: Any) -> tuple[bytes, ConfigError | None]:
     try:
-        packed: bytes = make()
+        return send_packed(make, root, lambda part, row: broadcast_(row, root, f"{name}.{part}", process_set))
     except ConfigError as error:
-        return str(error).encode(), error
-    return packed, None
+        raise ValueError(str(error)) from error
 
 
 def allgather_object(
@@ -177,7 +153,7 @@ def allgather_object(
         HorovodInternalError: if a rank is lost.
     """
     current().running()
-    packed, error = _packed(lambda: pack(obj))
+    packed, error = packed_or_text(lambda: pack(obj))
     key = f"allgather_object.{name or ''}"
     size = torch.tensor([-len(packed) if error is not None else len(packed)], device="cpu")
     sizes = [int(count) for count in allgather(size, f"{key}.size", process_set)]
