@@ -4,7 +4,9 @@ counts once."""
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import kvps.torch
 from kvps.runtime.ticket import Handle, finished
 from kvps.store.options import StoreOptions
 from kvps.torch.sync.agreement import Agreement
-from tests.support.interrupts import HURRY, make_interruptible
+from tests.support.interrupts import HURRY, WAIT_S, make_interruptible
 
 STEPS, LATE = 4, 2
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -285,3 +287,177 @@ def test_exception_of_a_hook_loses_no_step(name: str, where: str) -> None:
     assert torch.equal(a, b)
     assert torch.equal(c, d)
     torch.testing.assert_close(a, c, rtol=1e-6, atol=0)
+
+
+class CutOff(torch.optim.SGD):
+    """An optimizer that fails once, in the middle."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.fails:
+            return super().step(closure)
+        self.fails = False
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].zero_()
+        raise Failure
+
+
+@pytest.mark.parametrize("name", ["optimizer", "trainer"])
+def test_optimizer_that_is_cut_off_while_it_writes_is_told(name: str, tmp_path: Path) -> None:
+    """This worker has other weights from then on, until a checkpoint is loaded everywhere."""
+
+    def work(rank: int) -> list[float]:
+        weights = {key: torch.nn.Parameter(torch.ones(2)) for key in "ab"}
+        inner = CutOff(weights.values(), lr=0.5)
+        kv = kvps.create("dist_sync", average=name == "optimizer")
+        front: Any = (
+            kvps.torch.DistributedOptimizer(inner, weights.items(), kv)
+            if name == "optimizer"
+            else kvps.Trainer(weights, inner, kvstore=kv, update_on_kvstore=False)
+        )
+        step = front.step if name == "optimizer" else partial(front.step, 2)
+
+        def backward() -> None:
+            for weight in weights.values():
+                weight.grad = None
+            torch.cat([*weights.values()]).sum().backward()
+
+        inner.fails = rank == 0
+        backward()
+        if rank == 0:
+            with pytest.raises(Failure):
+                step()
+            for call in (backward, front.join):
+                with pytest.raises(kvps.ConfigError, match=r"cut off step\(\) while the optimizer wrote"):
+                    call()
+        else:
+            step()
+        with torch.no_grad():
+            for weight in weights.values():
+                weight.fill_(3.0)
+        if name == "optimizer":
+            front.load_state_dict(inner.state_dict())
+        else:
+            front.save_states(str(tmp_path / f"{rank}"))
+            front.load_states(str(tmp_path / f"{rank}"))
+        backward()
+        step()
+        return torch.cat([*weights.values()]).tolist()
+
+    with kvps.LocalCluster(workers=2, servers=1) as cluster:
+        assert cluster.run(work) == [[2.5] * 4] * 2
+
+
+def test_trainer_refuses_another_batch_size_for_the_step_under_way() -> None:
+    """The gradients that were pushed are scaled for the first."""
+    refused = threading.Event()
+
+    def work(rank: int) -> list[float]:
+        model = torch.nn.Linear(2, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        kv = kvps.create("dist_sync", timeout=30)
+        trainer = kvps.Trainer(model, "sgd", {"lr": 1.0}, kvstore=kv)
+        for number in range(2):
+            model.zero_grad()
+            model(torch.ones(2, 2)).sum().backward()
+            if number == 0 or rank == 1:
+                assert number == 0 or refused.wait(30)
+                trainer.step(4)
+                continue
+            HURRY.begin(kvps.Timeout, kv)
+            with pytest.raises(kvps.Timeout):
+                trainer.step(4)
+            with pytest.raises(kvps.ConfigError, match=r"batch_size=8, but .* call step\(4\)"):
+                trainer.step(8)
+            HURRY.end()
+            refused.set()
+            trainer.step(4)
+        return model.weight.flatten().tolist()
+
+    with kvps.LocalCluster(workers=2, servers=1) as cluster:
+        assert cluster.run(work) == [[-1.0] * 2] * 2
+
+
+@pytest.mark.parametrize("kind", [kvps.Timeout, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["workers", "servers", "trainer", "trainer-workers"])
+def test_step_with_sparse_gradients_is_waited_for(name: str, kind: type[BaseException]) -> None:
+    gave_up = threading.Event()
+
+    def work(rank: int) -> list[list[float]]:
+        table = torch.nn.Embedding(4, 1, sparse=True)
+        with torch.no_grad():
+            table.weight.zero_()
+        inner = torch.optim.SGD(table.parameters(), lr=1.0)
+        kv = kvps.create("dist_sync", average=name in OPTIMIZERS, name="model", timeout=30)
+        if name in TRAINERS:
+            step: Any = partial(kvps.Trainer(table, inner, kvstore=kv, **TRAINERS[name]).step, 2)
+        else:
+            step = kvps.torch.DistributedOptimizer(inner, table, kv, **OPTIMIZERS[name]).step
+        for number in range(3):
+            table.zero_grad()
+            loss = table(torch.tensor([rank, 2])).sum()
+            if number == 1 and rank == 1:
+                assert gave_up.wait(30)
+            elif number == 1:
+                HURRY.begin(kind, kv)
+            with suppress(KeyboardInterrupt):
+                loss.backward()
+            if number == 1 and rank == 0:
+                for _ in range(2):
+                    with pytest.raises(kind):
+                        step()
+                gave_up.set()
+                HURRY.end()
+            step()
+        return table.weight.tolist()
+
+    with kvps.LocalCluster(workers=2, servers=1) as cluster:
+        assert cluster.run(work) == [[[-1.5], [-1.5], [-3.0], [0.0]]] * 2
+
+
+@pytest.mark.parametrize("kind", [kvps.Timeout, KeyboardInterrupt])
+def test_late_merge_counts_by_the_share_of_its_gate(kind: type[BaseException]) -> None:
+    """A worker whose pseudo-gradient does not count takes the weights of the others, though it waited twice."""
+    gave_up = threading.Event()
+
+    def work(rank: int) -> float:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        inner = torch.optim.SGD([weight], lr=1.0)
+        outer = kvps.torch.DiLoCo(
+            {"w": weight}, inner, outer="sgd", lr=1.0, momentum=0.0, sync_every=1, alpha=0.5, gate=4
+        )
+        with outer:
+            weight.grad = torch.full((1,), -100.0 if rank == 0 else -1.0)
+            (store,) = outer._stores
+            if rank == 2:  # it tells its norm first, so that the others pass the gate
+                push = store.pushpull
+
+                def late(*given: Any, **more: Any) -> Any:
+                    assert gave_up.wait(30)
+                    return push(*given, **more)
+
+                store.pushpull = late  # type: ignore[method-assign]
+            if rank == 0:
+                take = outer._take
+
+                def hurried() -> None:
+                    HURRY.begin(kind)
+                    take()
+
+                outer._take = hurried  # type: ignore[assignment, method-assign]
+                store._timeout_s = WAIT_S if kind is kvps.Timeout else 30.0
+                with pytest.raises(kind):
+                    inner.step()
+                outer._take = take  # type: ignore[method-assign]
+                HURRY.end()
+                store._timeout_s = 30.0
+                gave_up.set()
+                outer._take()
+            else:
+                inner.step()
+            return float(weight.detach())
+
+    with kvps.LocalCluster(workers=3, servers=1) as cluster:
+        assert cluster.run(work) == pytest.approx([1.0, 1.0, 1.0])

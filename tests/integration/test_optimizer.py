@@ -469,6 +469,28 @@ def test_gradients_that_are_changed_on_their_way_are_told(option: str) -> None:
             optimizer.step()
 
 
+@pytest.mark.parametrize("on_store", [False, True])
+def test_synchronize_makes_deferred_updates_though_another_loss_has_left_gradients(on_store: bool) -> None:
+    """As the discriminator of a GAN has gradients of the generator's loss."""
+
+    def work(_: int) -> list[float]:
+        judge = torch.nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            judge.weight.fill_(1.0)
+        sgd = torch.optim.SGD(judge.parameters(), lr=0.5)
+        optimizer = DistributedOptimizer(sgd, judge, update_on_kvstore=on_store, overlap_forward=True)
+        seen = judge.weight.detach().numpy()
+        for _step in range(2):
+            optimizer.zero_grad()
+            judge(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            judge(3 * torch.ones(1, 1)).sum().backward()
+            optimizer.synchronize()
+        return seen.flatten().tolist()
+
+    assert run(2, work) == [[0.0]] * 2
+
+
 def test_join_is_refused_where_others_would_wait_for_an_answer() -> None:
     with kvps.LocalCluster():
         model, sgd = net_and_sgd()

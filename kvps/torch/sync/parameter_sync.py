@@ -182,10 +182,10 @@ class ParameterSync:
             yield
             is_made = True
         finally:
-            if is_made or (owned and owned.is_made):
+            is_made |= owned is not None and owned.is_made
+            self.is_torn |= not is_made and before != [param._version for param in self.params.values()]
+            if is_made or self.is_torn:
                 end()
-            elif before != [param._version for param in self.params.values()]:
-                self.is_torn = True
 
     # --- the optimizer in the store ---------------------------------------------------------------
 
