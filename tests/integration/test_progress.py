@@ -21,8 +21,8 @@ print("trained", flush=True)
 
 def test_a_launch_shows_how_many_have_joined(processes: Processes) -> None:
     script = processes.script(PRINTS)
-    words = (BIN / "kvps-launch", "-n", 1, "-s", 1, "--", sys.executable, script)
-    terminal = Terminal(*words)
+    words = (processes.interpreter, BIN / "kvps-launch", "-n", 1, "-s", 1, "--", sys.executable, script)
+    terminal = Terminal(*words, PYTHONPATH=processes.env["PYTHONPATH"])
     try:
         terminal.expect("0 of 2 processes have joined")
         terminal.expect("━.* 1 of 2 processes have joined")

@@ -112,7 +112,7 @@ def program_of(
     if is_safe:
         del words[0]
     match words:
-        case ["-m", module, *rest] if module.startswith("kvps."):
+        case ["-m", module, *rest] if module.startswith(("kvps.", "tests.")):
             return Program("module", module, tuple(rest), is_safe, folders, is_strict)
         case ["-c", code, *rest]:
             return Program("code", code, tuple(rest), is_safe, folders, is_strict)
