@@ -116,6 +116,7 @@ def test_streams_whose_bits_change(monkeypatch: pytest.MonkeyPatch, mode: str) -
 # --- slow -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn
 def test_streams_in_single_octets(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = play(monkeypatch, "sync", lambda place: Stream(piece_bytes=1), steps=1)
     assert sum(item.carried for item in streams.all) > 500_000

@@ -168,13 +168,8 @@ def test_mistakes_with_devices_leave_the_store_as_it_was(world: World, store: st
     run(work)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        "all late",
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in SCHEDULES if name != "all late"),
-    ],
-)
+@pytest.mark.in_turn
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_front_end_trains_as_on_the_host(processes: Processes, schedule: str) -> None:
     ran = processes.python("-m", "tests.integration.device_worker", schedule)
     assert ran.wait(280.0) == 0, ran

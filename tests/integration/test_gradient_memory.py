@@ -78,8 +78,11 @@ def run(work: Callable[..., Any], *arguments: Any, workers: int = 2) -> list[Any
 
 
 WAYS = [
-    *("optimizer", "optimizer servers", "trainer", "trainer overlap"),
-    *("trainer servers", "trainer servers overlap"),
+    *("optimizer", "trainer overlap", "trainer servers"),
+    *(
+        pytest.param(way, marks=pytest.mark.in_turn)
+        for way in ("optimizer servers", "trainer", "trainer servers overlap")
+    ),
 ]
 
 

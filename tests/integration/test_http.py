@@ -31,7 +31,6 @@ while not pathlib.Path("go").exists():
 """
 
 
-@pytest.mark.usefixtures("fresh_interpreters")
 def test_a_job_with_endpoints(processes: Processes) -> None:
     folder = processes.folder / "keys"
     files.write(folder, files.generate())

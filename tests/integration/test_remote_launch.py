@@ -98,7 +98,6 @@ def test_nothing_is_left(processes: Processes, engine: Engine, number: signal.Si
     gone(processes)
 
 
-@pytest.mark.usefixtures("fresh_interpreters")
 def test_variables_of_a_role_reach_its_processes(processes: Processes, engine: Engine) -> None:
     script = processes.script("import os; print(*(os.environ.get(one) for one in 'ABC'))")
     words = ("-n", 2, "-s", 1, "--env-worker", "A:1", "--env-server", "B:2", "--env", "C=3")
@@ -154,7 +153,6 @@ os.execv("/bin/sh", ["sh", "-c", command])
 """A remote shell to hosts that are this machine, of which the second has another version of kvps."""
 
 
-@pytest.mark.usefixtures("fresh_interpreters")
 def test_a_host_with_another_kvps_is_named(processes: Processes) -> None:
     rsh = f"{sys.executable} {processes.script(OLD_HOST, 'rsh.py')}"
     flags = ("--launcher", "ssh", "-H", "127.0.0.1,127.0.0.2", "--rsh", rsh, "-n", 2, "-s", 1)

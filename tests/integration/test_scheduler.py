@@ -108,7 +108,10 @@ def test_lost_worker_without_a_waiter_ends_the_job_after_the_limit(
     workers = [cluster.plain(script, KVPS_RANK=str(rank)) for rank in range(2)]
     assert [worker.wait(90.0) for worker in workers] == [0, 3]
     assert [item.wait(limit_s + 30.0) for item in (scheduler, server)] == [1, 1]
-    assert scheduler.err.count(f"waiting {limit_s} s for a replacement, then the job ends: worker 1 is lost") == 1
+    assert (
+        scheduler.err.count(f"waiting {limit_s} s for a replacement, then the job ends: worker 1 is lost")
+        == 1
+    )
 
 
 def test_members_are_told_when_it_is_stopped(processes: Processes) -> None:

@@ -1,7 +1,7 @@
 """A process that has imported torch and kvps, and forks the Pythons of tests.
 
 An interpreter needs between one and two seconds of a processor to import torch, which is most of what a test
-of real processes costs; a fork needs 20 ms. A forked process is like one that was started, but for what reads the
+of real processes costs; a fork needs 15 ms, its end included. A forked process is like one that was started, but for what reads the
 environment when torch is imported: that has read the server's. :func:`tests.support.programs.program_of` refuses what
 depends on it. kvps-launch and kvps-worker have their children forked in turn: see :mod:`tests.support.nursery`. So do
 programs that are not Pythons, such as mpirun, if they start :mod:`tests.support.stand_in`.
