@@ -20,8 +20,9 @@ from kvps.protocol.publications import CHANGES_BYTES_MAX, READ_BYTES_MAX
 from kvps.tensors import TORCH
 
 ALIGN = 64
-RELAYED_BYTES_MAX = 512 << 10
-"""Bytes of one request that a relay may answer: it passes them on once all are there."""
+RELAYED_BYTES_MIN, RELAYED_BYTES_MAX, RELAYED_PARTS = 128 << 10, 512 << 10, 256
+"""Bytes of one request that a relay may answer, and requests for a version that is neither small nor large. A
+relay passes bytes on once all of a request are there, and several stand in a row."""
 GAP_BYTES = 4096
 """Bytes between two parts of a block for which one request reads both."""
 
@@ -59,6 +60,8 @@ class VersionMemory:
         self._octets: Octets = np.empty(0, np.uint8)
         self._places: list[tuple[Published, int, tuple[int, ...]]] = []
         self._parts: dict[tuple[int, int], list[Part]] = {}
+        share = sum([tensor.size for tensor in published]) // RELAYED_PARTS // ALIGN * ALIGN
+        self._relayed_bytes = min(RELAYED_BYTES_MAX, max(RELAYED_BYTES_MIN, share))
         end = 0
         for tensor in published:
             (first, stop), shape = rows_of(tensor, shard)
@@ -125,7 +128,7 @@ class VersionMemory:
             if base is None:
                 yield from self._reads(name, number, server, block, parts, relays=relays)
                 continue
-            for part in _cut(parts, RELAYED_BYTES_MAX if relays else CHANGES_BYTES_MAX):
+            for part in _cut(parts, self._relayed_bytes if relays else CHANGES_BYTES_MAX):
                 ask = p.ReadChanges(name, number, block, *part[1:3], base, part.width, proves, relays)
                 yield Ask(server, ask, partial(self._take_changes, server, block, part))
 
@@ -138,7 +141,7 @@ class VersionMemory:
     def _reads(
         self, name: str, number: int, server: int, block: int, parts: list[Part], *, relays: bool = False
     ) -> Iterator[Ask]:
-        for start, size, group in _grouped(parts, RELAYED_BYTES_MAX if relays else READ_BYTES_MAX):
+        for start, size, group in _grouped(parts, self._relayed_bytes if relays else READ_BYTES_MAX):
             yield Ask(server, p.Read(name, number, block, start, size, relays), partial(self._take, group))
 
     def _take(self, copies: list[Copy], packet: Packet) -> bool:

@@ -51,8 +51,11 @@ RELAY_TRIES = 2
 WINDOW = 3
 """Requests under way to one server, each of up to 8 MiB. With the answers that were read and are not given
 back yet, they stay below what a server has on its way to one reader."""
-RELAYED_WINDOW = 8
-"""The same, of requests for ranges that relays may have: they are small, and a server may be far away."""
+ALONE_WINDOW, SHARED_WINDOW = 6, 4
+"""The same, of requests for ranges that relays may have: they are small, and a server may be far away. Where
+others read, too, what is under way to all waits for one link, and nobody can pass it on meanwhile."""
+RELAY_WINDOW = 64
+"""Requests under way to a relay: those for what it has must not wait for those for what has yet to come."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,12 +74,6 @@ class Ask:
     """When the relay was asked first."""
     tries: int = 0
     """Relays that did not give them."""
-
-    @property
-    def window(self) -> int:
-        """How many requests may be under way with it."""
-        is_small = isinstance(self.message, p.Read | p.ReadChanges) and self.message.relays
-        return RELAYED_WINDOW if is_small else WINDOW
 
     @property
     def again_at(self) -> float:
@@ -387,7 +384,7 @@ class Reader(Core):
     def _send_due(self, link: Link, now: float) -> None:
         """Send what is to be sent along a link now, again or for the first time."""
         due = [ask for ask in link.sent.values() if now >= ask.again_at]
-        while link.queued and len(link.sent) < link.queued[0].window:
+        while link.queued and len(link.sent) < self._window(link.queued[0]):
             ask = link.queued.popleft()
             ask.seq, ask.first_at = ask.seq or self._next(), now
             link.sent[ask.seq] = ask
@@ -395,6 +392,14 @@ class Reader(Core):
         for ask in due:
             ask.sent_at = now
             self._send(link, range_of(ask.server, ask.message) if ask.digest else ask.message, ask.seq)
+
+    def _window(self, ask: Ask) -> int:
+        """Return how many requests may be under way along a link with this one."""
+        if ask.digest:
+            return RELAY_WINDOW
+        if not (isinstance(ask.message, p.Read | p.ReadChanges) and ask.message.relays):
+            return WINDOW
+        return SHARED_WINDOW if self._relays else ALONE_WINDOW
 
     def _waits(self) -> dict[int, Link]:
         """Return the links along which an answer is still to come."""

@@ -10,13 +10,14 @@ from kvps.core.effects import Connect, Effect, Exit, Note, Send
 from kvps.core.membership_client import Identity
 from kvps.core.reader import (
     AGAIN_S,
+    ALONE_WINDOW,
     LATE_S,
     LOST_S,
     RELAY_AVOIDED_S,
     RELAY_LATE_S,
     RELAY_SILENT_S,
-    RELAYED_WINDOW,
     RELAYS_MAX,
+    SHARED_WINDOW,
     WATCH_AGAIN_S,
     WINDOW,
     Ask,
@@ -363,11 +364,12 @@ def test_false_bytes_send_a_reader_back_to_the_server() -> None:
     assert ended(stage.answer(p.Octets(seq, 8), OCTETS, route="server 1"))
 
 
-def test_more_requests_are_under_way_where_they_are_small() -> None:
-    stage = Relayed(RELAYED_WINDOW + 1)
-    assert len(stage.asked) == RELAYED_WINDOW
-    effects = [effect for index in range(RELAYED_WINDOW) for effect in stage.send_elsewhere(index=index)]
-    assert [to for to, _ in reads(effects)].count("reader 0") == RELAYED_WINDOW
+def test_more_requests_are_under_way_to_relays_and_to_servers_that_nobody_else_asks() -> None:
+    stage = Relayed(3 * ALONE_WINDOW)
+    assert len(stage.asked) == ALONE_WINDOW > SHARED_WINDOW > WINDOW
+    effects = [effect for index in range(ALONE_WINDOW) for effect in stage.send_elsewhere(index=index)]
+    sent = [to for to, _ in reads(effects)]
+    assert (sent.count("reader 0"), sent.count("server 1")) == (ALONE_WINDOW, SHARED_WINDOW)
 
 
 @pytest.mark.spec("R589")
