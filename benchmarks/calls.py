@@ -1,7 +1,7 @@
 """What one pushpull() costs in Python: its calls, and its processor time with warm and with cold caches.
 
     python benchmarks/calls.py [--size 16384] [--rounds 300]
-    python benchmarks/calls.py --cluster [--size 16384] [--rounds 31]
+    python benchmarks/calls.py --cluster [--size 16384] [--rounds 31] [--rows pull | push] [--functions]
 
 A local store pushes and pulls one array: the rules of a worker and of a server run in this
 process, without sockets. Counted are the Python functions that are called meanwhile, kvps's and
@@ -11,7 +11,8 @@ others'. The processor time of the calling thread is taken in a loop, and where
 With ``--cluster`` this process is the worker of a job whose server and scheduler are processes of their own,
 with keys and shared memory, as a user has it. Printed are the calls of one pushpull() by file, in the thread
 that calls, in the worker's loop and in the server's loop: those of the round whose sum is the median, so
-that beats and other timers do not count.
+that beats and other timers do not count. ``--rows`` counts a pull or a push of 1,000 ids of an embedding
+table instead, and ``--functions`` prints the calls by function.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
 import torch
 
 import kvps
@@ -45,8 +47,10 @@ ROOT = Path(kvps.__file__).parent
 SETTLED_S = 0.02
 """Seconds after a call in which both loops finish what it has left to do."""
 PLACES = ("caller", "worker", "server")
+ROWS, DIM, TABLE_ROWS = 1000, 16, 100_000
+"""Ids of a pull or a push, elements of a row, and ids that there are."""
 Calls = dict[str, dict[str, int]]
-"""Place -> file -> number of calls."""
+"""Place -> file, or file and function -> number of calls."""
 
 
 def main() -> None:
@@ -55,12 +59,14 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=16384, help="elements of the array, float32")
     parser.add_argument("--rounds", type=int, help="calls of a turn (300), or of a cluster (31)")
     parser.add_argument("--cluster", action="store_true", help="count in a job of three processes")
+    parser.add_argument("--rows", choices=("pull", "push"), help="count a call of rows in a cluster")
+    parser.add_argument("--functions", action="store_true", help="print the calls in a cluster by function")
     parser.add_argument("--serve", metavar="ENDPOINT", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
-        serve(given.serve)
+        serve(given.serve, given.functions)
     elif given.cluster:
-        show(cluster_calls(given.size, given.rounds or 31))
+        show(cluster_calls(given.size, given.rounds or 31, given.rows, given.functions))
     else:
         local(given.size, given.rounds or 300)
 
@@ -104,9 +110,10 @@ def local(size: int, rounds: int) -> None:
 
 
 class CallCounter:
-    """Counts the Python calls of every thread that begins from now on, by file."""
+    """Counts the Python calls of every thread that begins from now on, by file, or by function."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_function: bool) -> None:
+        self._by_function = by_function
         self._found: dict[int, Counter[str]] = {}
         """By thread."""
         threading.setprofile(self.trace)
@@ -118,16 +125,17 @@ class CallCounter:
             counter = self._found.get(thread)
             if counter is None:
                 counter = self._found[thread] = Counter()
-            counter[frame.f_code.co_filename] += 1
+            code = frame.f_code
+            counter[f"{code.co_filename} {code.co_qualname}" if self._by_function else code.co_filename] += 1
 
     def of(self, thread: int) -> dict[str, int]:
         """Return the calls of a thread so far."""
         return dict(self._found.get(thread, {}))
 
 
-def serve(endpoint: str) -> None:
+def serve(endpoint: str, by_function: bool) -> None:
     """Be the server of the job; write the calls of its loop so far for each line that comes."""
-    counter, loop = CallCounter(), threading.get_ident()
+    counter, loop = CallCounter(by_function), threading.get_ident()
     threading.setprofile(None)
     sys.setprofile(counter.trace)
 
@@ -140,7 +148,7 @@ def serve(endpoint: str) -> None:
 
 
 @contextmanager
-def server_of_a_job() -> Iterator[subprocess.Popen[str]]:
+def server_of_a_job(by_function: bool) -> Iterator[subprocess.Popen[str]]:
     """Start a scheduler and a server; this process is to be their worker."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
         keys.write(Path(folder), keys.generate())
@@ -149,7 +157,7 @@ def server_of_a_job() -> Iterator[subprocess.Popen[str]]:
         os.environ |= {"KVPS_KEYS": folder, "KVPS_SCHEDULER": endpoint}
         members = ["--workers", "1", "--servers", "1"]
         scheduler = [sys.executable, "-m", "kvps.cli.scheduler", *members, "--bind", endpoint]
-        server = [sys.executable, __file__, "--serve", endpoint]
+        server = [sys.executable, __file__, "--serve", endpoint, *["--functions"] * by_function]
         pipe = subprocess.PIPE
         with (
             subprocess.Popen(scheduler),
@@ -158,11 +166,14 @@ def server_of_a_job() -> Iterator[subprocess.Popen[str]]:
             yield serving
 
 
-def cluster_calls(size: int, rounds: int) -> Calls:
-    """Return the calls of one pushpull() in a cluster."""
-    counter = CallCounter()
+def cluster_calls(size: int, rounds: int, rows: str | None, by_function: bool) -> Calls:
+    """Return the calls of one pushpull(), or of a pull or push of rows, in a cluster."""
+    counter = CallCounter(by_function)
     gradient, weight = torch.randn(size), torch.empty(size)
-    with server_of_a_job() as server:
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, TABLE_ROWS, (WARM_UP + rounds, ROWS))
+    row_gradients = torch.randn(ROWS, DIM)
+    with server_of_a_job(by_function) as server:
         asking, answers = server.stdin, server.stdout
         assert asking is not None
         assert answers is not None
@@ -178,12 +189,23 @@ def cluster_calls(size: int, rounds: int) -> Calls:
         turns: list[Calls] = []
         with kvps.create("dist_sync") as kv:
             kv.init("w", gradient)
-            for _ in range(WARM_UP):
-                kv.pushpull("w", gradient, out=weight)
-            for _ in range(rounds):
+            table = kv.embedding("table", DIM)
+            table.push(np.arange(TABLE_ROWS), torch.randn(TABLE_ROWS, DIM))
+
+            def call(turn: int) -> None:
+                if rows == "pull":
+                    table.pull(ids[turn])
+                elif rows == "push":
+                    table.push(ids[turn], row_gradients)
+                else:
+                    kv.pushpull("w", gradient, out=weight)
+
+            for turn in range(WARM_UP):
+                call(turn)
+            for turn in range(rounds):
                 before = counted()
                 sys.setprofile(counter.trace)
-                kv.pushpull("w", gradient, out=weight)
+                call(WARM_UP + turn)
                 sys.setprofile(None)
                 turns.append(_less(counted(), before))
         kvps.shutdown()
@@ -203,8 +225,10 @@ def show(calls: Calls) -> None:
     by_file: dict[str, Counter[str]] = {}
     for place, files in calls.items():
         for path, count in files.items():
-            is_ours = path.startswith(str(ROOT))
-            name = str(Path(path).relative_to(ROOT)) if is_ours else "/".join(Path(path).parts[-2:])
+            file, _, function = path.partition(" ")
+            is_ours = file.startswith(str(ROOT))
+            name = str(Path(file).relative_to(ROOT)) if is_ours else "/".join(Path(file).parts[-2:])
+            name = f"{name} {function}".rstrip()
             by_file.setdefault(name, Counter())[place] += count
     print("".join(f"{place:>8}" for place in PLACES))
     for name, counts in sorted(by_file.items()):

@@ -26,10 +26,10 @@ def mixed(states: Bits) -> Bits:
         >>> [hex(word) for word in mixed(np.array([GOLDEN], np.uint64)).tolist()]
         ['0xe220a8397b1dcdaf']
     """
-    bits = states ^ (states >> np.uint64(30))
-    bits *= np.uint64(0xBF58476D1CE4E5B9)
-    shifted = bits >> np.uint64(27)
-    bits ^= shifted
-    bits *= np.uint64(0x94D049BB133111EB)
-    bits ^= np.right_shift(bits, np.uint64(31), out=shifted)
+    shifted: Bits = np.right_shift(states, 30)
+    bits = states ^ shifted
+    bits *= 0xBF58476D1CE4E5B9
+    bits ^= np.right_shift(bits, 27, out=shifted)
+    bits *= 0x94D049BB133111EB
+    bits ^= np.right_shift(bits, 31, out=shifted)
     return bits

@@ -105,7 +105,8 @@ def parts(
     return _cut(count, servers, width)
 
 
-def points(servers: int) -> npt.NDArray[np.int64]:
+@lru_cache(maxsize=16)
+def points(servers: int) -> npt.NDArray[np.uint16]:
     """Return the server of each of the :data:`POINTS` points; the array is not to be written to.
 
     Example:
@@ -113,19 +114,14 @@ def points(servers: int) -> npt.NDArray[np.int64]:
         >>> np.bincount(points(3)).tolist()
         [21845, 21846, 21845]
     """
-    return _points(servers)
-
-
-@lru_cache(maxsize=16)
-def _points(servers: int) -> npt.NDArray[np.int64]:
     line = _line(POINTS, servers)
     starts, owners = zip(*line, strict=True)
-    return np.repeat(np.array(owners, np.int64), np.diff([*starts, POINTS]))
+    return np.repeat(np.array(owners, np.uint16), np.diff([*starts, POINTS]))
 
 
 @lru_cache(maxsize=16)
 def _homes(servers: int) -> list[int]:
-    owners: list[int] = _points(servers).tolist()
+    owners: list[int] = points(servers).tolist()
     return owners
 
 

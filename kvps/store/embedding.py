@@ -16,7 +16,7 @@ from kvps.core.worker import calls
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 from kvps.store import table_batch
 from kvps.store.embedding_export import write
-from kvps.store.table_batch import Owner
+from kvps.store.table_batch import Owner, Tables
 from kvps.tensors import TORCH
 
 BLOCK_BYTES = 8 << 20
@@ -68,6 +68,8 @@ class EmbeddingTable:
         """Pushes that this process has made, and restorations."""
         self.dim = recipe.dim
         self.dtype = TORCH[recipe.dtype]
+        self.alone = Tables((self,))
+        """The table as the only one of a request."""
 
     def demand(self, recipe: EmbeddingSpec) -> None:
         """Check that a second call for this table has the arguments of the first.

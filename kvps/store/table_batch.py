@@ -68,6 +68,7 @@ class Table(Protocol):
     recipe: EmbeddingSpec
     pull_dtype: str
     changes: int
+    alone: Tables
 
 
 class Tables:
@@ -82,8 +83,6 @@ class Tables:
         self.keys = tuple([table.key for table in self.all])
         self.names = [table.name for table in self.all]
         self.store = self.all[0].store
-        self.is_packed = {table.pull_dtype for table in self.all} == {"int8"}
-        """All rows are pulled as int8; in other types, if that of one table is another."""
         groups: list[Group] = []
         for (dtype, dim), some in groupby(self.all, key=_kind):
             first = groups[-1].stop if groups else 0
@@ -114,9 +113,10 @@ class TableBatch:
         """Begin to pull the rows; the ticket's value is that of :meth:`pull`."""
         store = self.tables.store
         store._begin()
-        call = calls.PullTableRows(
-            store.name, self.tables.keys, self.tables.groups, self.split.shares, self.tables.is_packed
-        )
+        # As int8 if all rows are pulled so; in other types, if that of one table is another.
+        is_packed = all(table.pull_dtype == "int8" for table in self.tables.all)
+        keys, groups = self.tables.keys, self.tables.groups
+        call = calls.PullTableRows(store.name, keys, groups, self.split.shares, is_packed)
         return store.session.call(call, store._limit(timeout))
 
     def pull(self, timeout: float | None = None) -> list[torch.Tensor]:
@@ -186,14 +186,14 @@ def rows_of(table: Table, gradients: object, shape: tuple[int, ...]) -> torch.Te
 def pull(tables: Sequence[Table], ids: Sequence[object], timeout: float | None) -> list[torch.Tensor]:
     """Return, for each table, the rows of its ids, which may have any shape, on the device of the ids."""
     given = dict(zip(tables, map(ids_of, ids), strict=True))
-    chosen = Tables(tables)
+    chosen = tables[0].alone if len(tables) == 1 else Tables(tables)
     batch = chosen.batch([given[table].reshape(-1).cpu() for table in chosen.all])
-    pulled = batch.pull(timeout)
+    asked, places = batch.ask(timeout), batch.split.places  # the servers look the rows up meanwhile
+    pulled: Any = asked.wait()
     found = {}
     for group, rows in zip(chosen.groups, pulled, strict=True):
-        for at in range(group.first, group.stop):
-            table = chosen.all[at]
-            shaped = rows.index_select(0, batch.split.places[at]).view(*given[table].shape, group.dim)
+        for at, table in enumerate(chosen.all[group.first : group.stop], group.first):
+            shaped = rows.index_select(0, places[at]).view(*given[table].shape, group.dim)
             found[table] = shaped.to(given[table].device)
     return [found[table] for table in tables]
 
@@ -214,10 +214,9 @@ def push(
             )
         given[table] = ids_of(pair[0])
         rows[table] = rows_of(table, pair[1], tuple(given[table].shape))
-    chosen = Tables(tables)
+    chosen = tables[0].alone if len(tables) == 1 else Tables(tables)
     batch = chosen.batch([given[table].reshape(-1).cpu() for table in chosen.all])
-    totals = batch.summed([rows[table] for table in chosen.all])
-    return batch.push(totals, async_op=async_op, timeout=timeout)
+    return batch.push(batch.summed([rows[table] for table in chosen.all]), async_op=async_op, timeout=timeout)
 
 
 def _kind(table: Table) -> tuple[str, int]:

@@ -35,6 +35,7 @@ ADMIT_SALT = 1 << 62
 _COLUMN = 0xD1342543DE82EF95
 """Distance between the salts of two columns. Not GOLDEN, or two salts would give the same hashes."""
 _MASK = 2**64 - 1
+_POINT_SHIFT = np.uint64(64 - POINT_BITS)
 
 
 def hashes(ids: Ids | Hashes, salt: int | Seeds) -> Hashes:
@@ -49,15 +50,15 @@ def hashes(ids: Ids | Hashes, salt: int | Seeds) -> Hashes:
     return mixed(ids.view(np.uint64) + np.uint64((int(salt) + 1) * GOLDEN & _MASK))
 
 
-def servers_of(ids: Ids, servers: int) -> npt.NDArray[np.int64]:
+def servers_of(ids: Ids, servers: int) -> npt.NDArray[np.uint16]:
     """Return the rank of the server that holds the row of each id.
 
     Example:
         >>> import numpy as np
         >>> servers_of(np.arange(6), servers=2)
-        array([0, 1, 1, 1, 1, 1])
+        array([0, 1, 1, 1, 1, 1], dtype=uint16)
     """
-    return points(servers)[(hashes(ids, SERVER_SALT) >> np.uint64(64 - POINT_BITS)).view(np.int64)]
+    return points(servers).take((hashes(ids, SERVER_SALT) >> _POINT_SHIFT).view(np.int64))
 
 
 class Initializer(NamedTuple):

@@ -196,8 +196,9 @@ class Indexes:
         at = hashes(ids, INDEX_SALT).view(np.int64) & mask
         found: Slots = cells.take(at + begin).astype(np.int64)
         # A free cell is taken for one of slot 0: if that has the id, what is found is still -1.
-        (left,) = (owners.take(np.maximum(found, 0) + first) != ids).nonzero()  # np.flatnonzero is slower
-        left = left.take((found.take(left) >= 0).nonzero()[0])
+        is_other = owners.take(np.maximum(found, 0) + first) != ids
+        is_other &= found >= 0
+        (left,) = is_other.nonzero()  # np.flatnonzero is slower
         step = 1
         while count := len(left):
             # The cells that these looked at last are of other ids. Few ids look at several more each.

@@ -77,8 +77,7 @@ class SplitIds:
 
     def _cut(self, servers: int) -> tuple[Share, ...]:
         owners = servers_of(self.ids, servers)
-        # numpy sorts numbers of 16 bits by their digits, in one pass each.
-        moved = (owners.astype(np.uint16) if servers <= 1 << 16 else owners).argsort(kind="stable")
+        moved = owners.argsort(kind="stable")  # of 16 bits: numpy sorts by their digits, in one pass each
         ordered = self.ids.take(moved)
         cuts = [0, *np.bincount(owners, minlength=servers).cumsum().tolist()]
         shares = []
@@ -99,10 +98,10 @@ class SplitIds:
     @cached_property
     def _places(self) -> torch.Tensor:
         numbers, places = np.zeros((2, len(self._order)), np.int64)
-        numbers[self._starts] = 1
+        numbers[self._starts[1:]] = 1
         places[self._order] = numbers.cumsum()
-        for first, stop in pairwise(self._stops):
-            places[self._begins[first] : self._begins[stop]] -= self.edges[first] + 1
+        for first, stop in pairwise(self._stops[1:]):
+            places[self._begins[first] : self._begins[stop]] -= self.edges[first]
         return torch.from_numpy(places)
 
     def places_of(self, group: int) -> torch.Tensor:

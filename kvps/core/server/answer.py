@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from kvps import protocol as p
+from kvps.core.embedding.id_hash import Ids
 from kvps.core.server.chunks.rounds import FreeSpan, Span
 from kvps.core.server.chunks.slab import Buffer, Chunk, Chunks
 from kvps.core.server.context import RequestContext, StoreQuorum
@@ -70,7 +72,7 @@ class Answers:
     ) -> None:
         """Answer with the rows of a key or table that are named, or that changed since a version."""
         target: KeyRows | TableRows
-        ids = None
+        ids: torch.Tensor | Ids | None = None
         if isinstance(message, p.PullTables):
             target = TableRows.of(self._chunks, message.parts)
             store = self._context.store_of(target.parts[0].chunk)
@@ -339,7 +341,7 @@ class PendingRowRead(PendingRead):
     """
 
     target: KeyRows | TableRows
-    ids: torch.Tensor | None
+    ids: torch.Tensor | Ids | None
     """Numbers of rows as ``target`` has them; None for those that changed."""
     since: int = 0
     """The version since which changed rows are asked for."""
@@ -356,7 +358,7 @@ def read_rows(
     """
     rank, target, ids = reading.session.rank, reading.target, reading.ids
     if isinstance(target, TableRows):
-        assert ids is not None
+        assert isinstance(ids, np.ndarray)
         return target.read(chunks, reading.seq, rank, ids, packs=reading.packed)
     spans = target.spans(chunks)
     versions = [span.version for span in spans]
@@ -371,7 +373,7 @@ def read_rows(
         *(min(versions), max(versions), owed),
         tuple(dropped[:1]),  # updates of a key are dropped on all of its pieces, or on none
     )
-    if ids is not None:
+    if isinstance(ids, torch.Tensor):
         answer = p.PulledRows(seq, dtype, width, len(ids), *stand)
         return answer, _rows(store, chunks, target, ids, rank)
     ids = target.changed(chunks, reading.since)

@@ -120,7 +120,7 @@ Pushed = tuple[Piece, RowGradient]
 class PushedGroup(NamedTuple):
     """The part of one push for tables whose rows are one frame."""
 
-    ids: torch.Tensor
+    ids: Ids
     rows: torch.Tensor
     edges: tuple[int, ...]
     """Where the ids of each table begin, and how many there are."""
@@ -129,7 +129,7 @@ class PushedGroup(NamedTuple):
         """Return what it has for some neighbouring tables."""
         begin, end = self.edges[first], self.edges[stop]
         sizes = tuple([high - low for low, high in pairwise(self.edges[first : stop + 1])])
-        return PushedRows(self.ids[begin:end].numpy(), sizes, accumulator(self.rows[begin:end]))
+        return PushedRows(self.ids[begin:end], sizes, accumulator(self.rows[begin:end]))
 
 
 class TableGradient(RowGradient):
@@ -153,7 +153,7 @@ class TableGradient(RowGradient):
         if name not in RowGradient.__slots__:
             raise AttributeError(name)
         some = slice(*self.group.edges[self.at : self.at + 2])
-        super().__init__(self.group.ids[some], self.group.rows[some], 1)
+        super().__init__(torch.from_numpy(self.group.ids[some]), self.group.rows[some], 1)
         return getattr(self, name)
 
 
@@ -187,7 +187,7 @@ class TableRows:
         """Return the span of each table."""
         return [chunk.spans[0] for chunk in self.tables.chunks]
 
-    def ids(self, payload: Sequence[memoryview]) -> torch.Tensor:
+    def ids(self, payload: Sequence[memoryview]) -> Ids:
         """Return the ids of a request.
 
         They are copied: their sender must not change them after the check.
@@ -195,16 +195,14 @@ class TableRows:
         Raises:
             ProtocolError: if the rows of some are not on this server.
         """
-        if not payload:
-            return torch.empty(0, dtype=torch.int64)
-        ids = from_frame(payload[0], "int64").numpy().copy()
+        ids = np.array(np.frombuffer(payload[0] if payload else b"", np.int64))
         foreign = servers_of(ids, self.servers) != self.server
-        if foreign.any():
+        if count := np.count_nonzero(foreign):
             raise ProtocolError(
-                f"{np.count_nonzero(foreign)} of {len(ids)} ids belong on other servers than "
-                f"{self.server}, the first is {ids[foreign][0]}"
+                f"{count} of {len(ids)} ids belong on other servers than {self.server}, the first is "
+                f"{ids[foreign][0]}"
             )
-        return torch.from_numpy(ids)
+        return ids
 
     def gradients(self, message: PushTables, payload: Sequence[memoryview]) -> Iterator[Pushed]:
         """Return the piece of each table, and the gradient that was pushed for it, checked.
@@ -215,7 +213,7 @@ class TableRows:
         """
         self._check_groups(message)
         ids = self.ids(payload)
-        self._check_order(ids.numpy())
+        self._check_order(ids)
         edges = self.edges
         frames = iter(payload[1:])
         gradients: list[RowGradient] = []
@@ -258,16 +256,16 @@ class TableRows:
             ProtocolError: if they do not.
         """
         falls = ids[1:] <= ids[:-1]
-        if falls.any():
+        if len(self.parts) > 1:
             falls[[edge - 1 for edge in self.edges if 0 < edge < len(ids)]] = False
-        if falls.any():
+        if np.count_nonzero(falls):
             at = bisect_right(self.edges, int(falls.argmax())) - 1
             part = self.parts[at]
             raise ProtocolError(
                 f"chunk {part.chunk}: the {part.size} ids of a push are not in ascending order, each once"
             )
 
-    def asked(self, payload: Sequence[memoryview]) -> torch.Tensor:
+    def asked(self, payload: Sequence[memoryview]) -> Ids:
         """Return the ids of a pull, checked as :meth:`ids` does.
 
         Raises:
@@ -282,14 +280,13 @@ class TableRows:
         return self.ids(payload)
 
     def read(
-        self, chunks: Chunks, seq: int, rank: int, ids: torch.Tensor, *, packs: bool
+        self, chunks: Chunks, seq: int, rank: int, ids: Ids, *, packs: bool
     ) -> tuple[PulledTables, tuple[torch.Tensor, ...]]:
         """Return the answer to a pull of ``ids`` by ``rank``, and its frames, in memory that others read.
 
         With ``packs``, rows are packed.
         """
-        numbers, edges = ids.numpy(), self.edges
-        groups, counts, frames = [], [], []
+        edges, groups, counts, frames = self.edges, [], [], []
         for (dtype, dim), runs in self.tables.groups:
             first, last = runs[0][1], runs[-1][2]
             begin, end = edges[first], edges[last]
@@ -301,7 +298,7 @@ class TableRows:
                 rows = values.view(end - begin, dim)
                 for alike, start, stop in runs:
                     low, high = edges[start], edges[stop]
-                    alike.pull(numbers[low:high], self.sizes[start:stop], rows[low - begin : high - begin])
+                    alike.pull(ids[low:high], self.sizes[start:stop], rows[low - begin : high - begin])
                 if packs:
                     values = chunks.memory.empty((end - begin) * kind[1], "uint8")
                     values.view(end - begin, -1).copy_(packed(rows))

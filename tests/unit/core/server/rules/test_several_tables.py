@@ -220,7 +220,7 @@ def test_a_round_of_pushes_that_name_other_tables_together() -> None:
 
 
 def test_a_table_without_the_gradient_of_a_rank_has_no_rows_of_it() -> None:
-    group = table.PushedGroup(torch.tensor([3, 8, 9]), torch.rand(3, 2), (0, 1, 3))
+    group = table.PushedGroup(torch.tensor([3, 8, 9]).numpy(), torch.rand(3, 2), (0, 1, 3))
     both = [table.TableGradient(group, 0), None, table.TableGradient(group, 1)]
     for given in (both, both[1:]):
         ids, sizes, rows = table._pushed(given)
