@@ -23,6 +23,7 @@ from kvps.dtypes import BY_ID
 from kvps.tensors import NAMES, SMALL_BYTES, TORCH, accumulator, from_frame
 
 HALF = torch.float16, torch.bfloat16
+_new = object.__new__
 
 
 class DenseGradient:
@@ -53,8 +54,9 @@ class DenseGradient:
         kind, frame = BY_ID[dtype], payload[0]
         if len(payload) > 1 or kind.kind == "half" or not 0 < frame.nbytes <= SMALL_BYTES:
             return cls([*map(from_frame, payload, repeat(kind.name))], is_lent=is_lent)
-        made = cls((), TORCH[kind.name], is_lent=is_lent)
-        made.frame, made.edges, made.may_be_sum = frame, (frame.nbytes // kind.itemsize,), not is_lent
+        made = _new(cls)
+        made.frame, made._pieces, made.dtype = frame, (), TORCH[kind.name]
+        made.edges, made.is_lent, made.may_be_sum = (frame.nbytes // kind.itemsize,), is_lent, not is_lent
         return made
 
     @property

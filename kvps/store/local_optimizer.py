@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ class ServerRules:
                 own *= scale
             if self._updater.needs_norms:
                 norms = self._updater.partial_norms(weight, own, state, terms)
-                terms = replace(terms, norms=norms)
+                terms = terms._replace(norms=norms)
             piece = {name: tensor[part] for name, tensor in state.items()}
             self._updater.apply(weight[part], own, piece, terms)
 

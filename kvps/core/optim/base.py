@@ -31,8 +31,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,8 +57,7 @@ _EXACT = 2**53
 """Largest magnitude up to which a float64 represents every whole number."""
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(NamedTuple):
     """The numbers of one update.
 
     Args:
@@ -326,7 +324,7 @@ class Updater(abc.ABC):
                 ready = self._prepare(gradient.clone(), weight.dtype, in_place=True)
                 if self.needs_norms:
                     norms = self._norms(weight, ready.clone(), state, terms)
-                    terms = replace(terms, norms=norms)
+                    terms = terms._replace(norms=norms)
                 self._update(weight, ready, state, terms)
         except Exception as error:  # a plug-in may raise anything
             raise ConfigError(

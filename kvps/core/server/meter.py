@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from functools import cache
 from heapq import nlargest
 from itertools import islice
 
@@ -40,47 +41,19 @@ OTHERS_MAX = 10_000
 NO_REQUESTS = Hello, Pong
 """Messages of a worker that ask for nothing of a store."""
 ROUND = "kvps_round_duration_seconds"
+IN, OUT = ("kvps_payload_bytes_total", "in"), ("kvps_payload_bytes_total", "out")
+OF_RANKS = (
+    *("kvps_worker_pushes_total", "kvps_worker_bytes_total"),
+    *("kvps_straggler_seconds_total", "kvps_straggler_pushes_total"),
+)
 SMOOTHING = 8
 """Pushes after which a change shows by two thirds."""
 
 
-class Lateness:
-    """The lateness of the ranks that push to one store on one server, in seconds."""
-
-    def __init__(self) -> None:
-        self._means: dict[int, float] = {}
-        self._is_news = False
-
-    def note(self, ranks: Iterable[int], late_s: float) -> None:
-        """A push of these ranks came so long after the first of its round."""
-        self._is_news = True
-        for rank in ranks:
-            mean = self._means.get(rank, late_s)
-            self._means[rank] = mean + (late_s - mean) / SMOOTHING
-
-    def take_news(self) -> bool:
-        """Return whether there were pushes since this was asked last."""
-        is_news, self._is_news = self._is_news, False
-        return is_news
-
-    def means(self) -> dict[int, float]:
-        """Return a copy of the means, by rank."""
-        return dict(self._means)
-
-
-def most_late(stores: Iterable[Lateness], limit: int) -> dict[str, float]:
-    """Return by rank the largest mean of several stores, of the ranks that are latest.
-
-    Args:
-        stores: of one server.
-        limit: how many ranks to return at most.
-    """
-    largest: dict[int, float] = {}
-    for store in stores:
-        for rank, seconds in store.means().items():
-            largest[rank] = max(seconds, largest.get(rank, 0.0))
-    latest = sorted(largest.items(), key=lambda entry: (-entry[1], entry[0]))[:limit]
-    return {str(rank): seconds for rank, seconds in latest}
+@cache
+def _of_rank(rank: int) -> tuple[tuple[str, str], ...]:
+    """Return the counters of a rank's pushes."""
+    return tuple([(name, str(rank)) for name in OF_RANKS])
 
 
 class Meter(Counts):
@@ -93,8 +66,10 @@ class Meter(Counts):
         super().__init__()
         self.versions: dict[str, int] = {}
         """Store -> the newest version of any of its keys."""
-        self._lateness: dict[str, Lateness] = defaultdict(Lateness)
-        """By store."""
+        self._lateness: defaultdict[str, dict[int, float]] = defaultdict(dict)
+        """Store -> rank -> the mean lateness of its pushes, in seconds."""
+        self._late_news: set[str] = set()
+        """Stores that had pushes since the lateness was told last."""
         self._traffic: dict[tuple[int, int, int], int] = {}
         """(chunk, start, size) of a run -> bytes of values that were pushed and pulled."""
         self._reads: dict[tuple[int, int, int], int] = {}
@@ -121,7 +96,7 @@ class Meter(Counts):
         """A packet came."""
         self.now = now
         for frame in packet.payload:
-            self._values["kvps_payload_bytes_total", "in"] += frame.nbytes
+            self._values[IN] += frame.nbytes
         kind = type(packet.message)
         if packet.envelope.role is Role.WORKER and kind not in NO_REQUESTS:
             self._values["kvps_requests_total", kind.__name__] += 1
@@ -136,25 +111,30 @@ class Meter(Counts):
         for frame in payload:
             size += frame.nbytes
         for rank in ranks:
-            label = str(rank)
-            values["kvps_worker_pushes_total", label] += 1
-            values["kvps_worker_bytes_total", label] += size // len(ranks)
+            pushes, octets, _, _ = _of_rank(rank)
+            values[pushes] += 1
+            values[octets] += size // len(ranks)
 
     def on_count(self, store: str, ranks: tuple[int, ...], opened_at: float) -> None:
         """A push of ``ranks`` counts in a round of a span that was opened at this time."""
         late_s = self.now - opened_at
-        self._lateness[store].note(ranks, late_s)
+        means = self._lateness[store]
+        self._late_news.add(store)
         for rank in ranks:
-            self._values["kvps_straggler_seconds_total", str(rank)] += late_s
-            self._values["kvps_straggler_pushes_total", str(rank)] += 1
+            mean = means.get(rank, late_s)
+            means[rank] = mean + (late_s - mean) / SMOOTHING
+            _, _, seconds, pushes = _of_rank(rank)
+            self._values[seconds] += late_s
+            self._values[pushes] += 1
 
     def on_values(self, chunk: int, runs: Sequence[Run] | Sequence[Ask], itemsize: int) -> None:
         """Values of these runs of a chunk were pushed, or are pulled."""
         traffic = self._traffic
         for run in runs:
             at = chunk, run.start, run.size
-            if at in traffic or len(traffic) < RUNS_MAX:
-                traffic[at] = traffic.get(at, 0) + run.size * itemsize
+            count = traffic.get(at)
+            if count is not None or len(traffic) < RUNS_MAX:
+                traffic[at] = (count or 0) + run.size * itemsize
 
     def on_rows(self, piece: Piece, frames: Sequence[memoryview] | Sequence[torch.Tensor]) -> None:
         """Rows of a key or of a table, which begins here with ``piece``, were pushed or pulled."""
@@ -175,7 +155,7 @@ class Meter(Counts):
     def on_send(self, payload: Sequence[memoryview]) -> None:
         """Payload goes to a worker."""
         for frame in payload:
-            self._values["kvps_payload_bytes_total", "out"] += frame.nbytes
+            self._values[OUT] += frame.nbytes
 
     def moved(self, store: str, version: int) -> None:
         """Take in the version of a key."""
@@ -190,12 +170,21 @@ class Meter(Counts):
 
     def latest(self, store: str, limit: int) -> dict[str, float]:
         """Return the mean lateness of the ranks that are latest in a store, at most ``limit``."""
-        return most_late([self._lateness[store]] if store in self._lateness else [], limit)
+        return self._latest((store,), limit)
 
     def latest_news(self, limit: int) -> dict[str, float]:
         """Return the latest figures of the stores that had pushes since the last call."""
-        news = [lateness for lateness in self._lateness.values() if lateness.take_news()]
-        return most_late(news, limit)
+        news, self._late_news = self._late_news, set()
+        return self._latest(news, limit)
+
+    def _latest(self, stores: Collection[str], limit: int) -> dict[str, float]:
+        """Return by rank the largest mean in these stores, of the ranks that are latest."""
+        largest: dict[int, float] = {}
+        for store in stores:
+            for rank, seconds in self._lateness.get(store, {}).items():
+                largest[rank] = max(seconds, largest.get(rank, 0.0))
+        latest = sorted(largest.items(), key=lambda entry: (-entry[1], entry[0]))[:limit]
+        return {str(rank): seconds for rank, seconds in latest}
 
     # --- staleness --------------------------------------------------------------------------
 
