@@ -202,6 +202,8 @@ class Performer:
         """The sender of the packet that is served; None while another thread or the time is."""
         self.ends: list[Exit | Exception] = []
         """Reasons for the end of the loop, the last one counts; an error is of this process's own doing."""
+        self.over: deque[Finish] = deque()
+        """The calls of which the listener is still to be told that they are over."""
 
     def perform(self, effect: Effect) -> None:
         """Do what the core asks for; nothing after an error."""
@@ -209,8 +211,10 @@ class Performer:
             return
         try:
             match effect:
-                case Send():
-                    self._transport.send(effect.to, effect.packet, effect.hold)
+                case Send(to, packet, hold):
+                    self._transport.send(to, packet, hold)
+                case Finish():
+                    self.over.append(effect)
                 case Note():
                     log.log(LEVELS[effect.level], "%s", effect.text, extra={"fields": effect.fields})
                 case Connect():
@@ -219,8 +223,6 @@ class Performer:
                     self._transport.trust(effect.keys)
                 case Listen():
                     self._transport.listen(effect.endpoint)
-                case Finish():
-                    self._listener.finish(effect)
                 case Copied():
                     self._listener.copied(effect)
                 case Save():
@@ -237,6 +239,19 @@ class Performer:
                 self.ends.append(error)
             else:
                 self._net.caught(error, f"{type(effect).__name__} because of a packet of {self.whose.node}")
+
+    def tell(self) -> None:
+        """Tell the listener of the calls that are over.
+
+        The thread that waits for a call then needs the interpreter, which the loop lets go when it waits. So
+        the loop does everything else before: two threads that want the interpreter at once cost each call two
+        system calls and a switch of threads.
+        """
+        while self.over:
+            try:
+                self._listener.finish(self.over.popleft())
+            except Exception as error:
+                self._net.caught(error, "the end of a call")
 
 
 def drive(
@@ -284,9 +299,10 @@ def drive(
     view.connect(core, world.perform)
     ends, requests = world.ends, inbox.requests
     while not ends:
+        world.tell()
         due = core.deadline()
-        timeout_s = LOOK_EVERY_S if due is None else min(max(0.0, due - clock()), LOOK_EVERY_S)
-        arrivals = transport.poll(timeout_s)
+        left_s = LOOK_EVERY_S if due is None else due - clock()
+        arrivals = transport.poll(LOOK_EVERY_S if left_s > LOOK_EVERY_S else max(0.0, left_s))
         while not ends:
             try:
                 arrival = next(arrivals, None)
@@ -300,6 +316,8 @@ def drive(
                 raise ConfigError(str(error)) from None
             if arrival is None:
                 break
+            if world.over:
+                world.tell()
             route, packet = arrival
             if isinstance(packet, Disconnected):
                 view.doors.drop(route, clock())
@@ -314,13 +332,15 @@ def drive(
             del arrival, packet  # it may be what keeps a loan from being given back
         world.whose = None
         while requests and not ends:
+            world.tell()
             door, arguments = requests.popleft()
             view.doors.request(door, core, *arguments, clock())
             del arguments  # they have the values of a call, which may be needed no more
-        if not ends and due is not None and clock() >= due:
-            view.doors.timer(clock())
-        if not ends and view.due is not None and clock() >= view.due:
-            view.tick(clock())
+        if due is not None and not ends and (now := clock()) >= due:
+            view.doors.timer(now)
+        if view.due is not None and not ends and (now := clock()) >= view.due:
+            view.tick(now)
+    world.tell()
     end = ends[-1]
     if isinstance(end, Exception):
         raise end

@@ -153,6 +153,16 @@ def test_every_effect_is_performed_in_order() -> None:
     ]
 
 
+def test_ended_call_is_told_before_the_next_packet_and_wait(caplog: pytest.LogCaptureFixture) -> None:
+    script = Script([[("a", PACKET), ("b", PACKET)], [("c", PACKET)]])
+    both: list[Effect] = [Finish(1), Copied(7)]
+    script.answers = {"packet of 'a' at 0": both, "packet of 'b' at 0": both, "packet of 'c' at 0": [END]}
+    script.finish = lambda effect: script.diary.append(effect) or 1 / 0  # type: ignore[method-assign]
+    assert run(script) == END
+    assert script.diary[:-1] == ["packet of 'a' at 0", *both[::-1], "packet of 'b' at 0", *both[::-1]]
+    assert "the end of a call failed" in caplog.text, "and the loop goes on"
+
+
 def test_a_core_without_calls_needs_no_listener() -> None:
     effects: list[Effect] = [Save(b"state"), Copied(4), Finish(5), END]
     script = Script([[(b"a", DROPPED)]], answers={"drop of b'a' at 0": effects})
@@ -161,29 +171,22 @@ def test_a_core_without_calls_needs_no_listener() -> None:
     assert Listener()
 
 
-def test_the_wait_ends_at_the_deadline() -> None:
-    script = Script([[0.25], [0.5], []], due=0.75, answers={"timer at 0.75": [END]})
+@pytest.mark.parametrize(
+    ("events", "due", "end", "waited"),
+    [
+        ([[0.25], [0.5], []], 0.75, "timer at 0.75", [0.75, 0.5]),
+        ([[]], -1.0, "timer at 0", [0.0]),
+        # What a handler puts into the inbox without ending the wait is found when that is over.
+        ([[1.0], [1.0], [1.0], []], 3.0, "timer at 3", [LOOK_EVERY_S] * 3),
+        ([[], [("a", PACKET)]], None, "packet of 'a' at 0", [LOOK_EVERY_S] * 2),
+    ],
+)
+def test_wait_ends_in_time(
+    events: list[list[Event]], due: float | None, end: str, waited: list[float]
+) -> None:
+    script = Script(events, due=due, answers={end: [END]})
     assert run(script) == END
-    assert script.waited == [0.75, 0.5]
-
-
-def test_a_deadline_in_the_past_is_no_wait() -> None:
-    script = Script([[]], due=-1.0, answers={"timer at 0": [END]})
-    assert run(script) == END
-    assert script.waited == [0.0]
-
-
-def test_no_wait_is_so_long_that_a_signal_would_be_missed_for_it() -> None:
-    """What a handler puts into the inbox without ending the wait is found when that is over."""
-    script = Script([[1.0], [1.0], [1.0], []], due=3.0, answers={"timer at 3": [END]})
-    assert run(script) == END
-    assert script.waited == [LOOK_EVERY_S] * 3
-
-
-def test_without_a_deadline_it_waits_again_and_again() -> None:
-    script = Script([[], [("a", PACKET)]], answers={"packet of 'a' at 0": [END]})
-    assert run(script) == END
-    assert script.waited == [LOOK_EVERY_S] * 2
+    assert script.waited == waited
 
 
 def test_requests_of_other_threads_arrive_in_order_and_wake_the_loop() -> None:
@@ -330,6 +333,5 @@ def test_notes_are_logged(level: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "kvps")
     script = Script([[("a", PACKET)]], answers={"packet of 'a' at 0": [Note(level, "100 %"), END]})
     run(script)
-    assert [(record.levelname.lower(), record.getMessage()) for record in caplog.records] == [
-        (level, "100 %")
-    ]
+    (record,) = caplog.records
+    assert (record.levelname.lower(), record.getMessage()) == (level, "100 %")
