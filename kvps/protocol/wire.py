@@ -288,13 +288,10 @@ class _Field(NamedTuple):
 
 def _checked(declared: Iterable[_Field], values: tuple[object, ...]) -> list[object]:
     """Return the values of fields; a call for each would cost more than all that is checked here."""
-    checked = []
-    for value, (default, kind, least, most, check) in zip(values, declared, strict=False):
-        if value is default or (type(value) is kind and least <= value <= most):
-            checked.append(value)
-        else:
-            checked.append(check(value))
-    return checked
+    return [
+        value if value is default or (type(value) is kind and least <= value <= most) else check(value)
+        for value, (default, kind, least, most, check) in zip(values, declared, strict=False)
+    ]
 
 
 def _unlike(expected: str, value: object) -> ProtocolError:

@@ -41,6 +41,7 @@ from kvps.tensors import PRIVATE, TORCH, keep_frame
 log = logging.getLogger("kvps")
 _nbytes: Callable[[memoryview], int] = attrgetter("nbytes")
 _packet, _loan = maker(Packet), maker(Loan)
+_OF_MEMORY = frozenset({Offer, Taken, Release})
 
 LOANS_MAX = 255
 """In how many places the payload of one packet may lie: a byte counts them."""
@@ -107,6 +108,8 @@ class SharingTransport:
         self._by_identity: dict[tuple[bytes, int, int, int], Peer] = {}
         """By job, role, rank and incarnation."""
         self._by_route: dict[Route, Peer] = {}
+        self._open: dict[int, Peer] = {}
+        """Those with which leases are open, or were, by the nonce of their segment."""
         self._readers: dict[Route, Peer] = {}
         """Those that read our memory."""
         self._envelope: Envelope | None = None
@@ -153,8 +156,8 @@ class SharingTransport:
             loans = None if reader is None else self._lend(reader, packet.payload, hold)
             if loans is not None:
                 packet, hold = _packet((envelope, message, (), loans)), None
-            elif len(packet.payload) > 1:
-                packet = _framed(packet)
+            elif len(packet.payload) > 1 and len(message.payload_sizes()) == 1:
+                packet = packet._replace(payload=(memoryview(b"".join(packet.payload)),))
         elif type(message) is Welcome:
             self._welcomed[envelope.job, message.rank, message.incarnation] = None
             if len(self._welcomed) > WELCOMED_MAX:
@@ -171,22 +174,19 @@ class SharingTransport:
         """
         if (now := self._clock()) >= self._sweep_at:
             self._sweep(now)
-        owes = False
-        for peer in self._peers.values():
-            if peer.taken.dropped or peer.taken.unsaid:
-                owes = self._owes(RELEASE_EVERY)
-                break
+        opened = self._open
+        owes = self._owes(RELEASE_EVERY) if opened else False
         # Where only a packet can say what was given back: not while there is other work, and before a wait.
         arrivals = self._inner.poll(0.0 if owes else timeout_s)
         is_first = True
         for route, packet in arrivals:
-            if is_first or route in self._by_route:  # what it returned before it sent this
-                for peer in self._peers.values() if is_first else (self._by_route[route],):
+            if opened and (is_first or route in self._by_route):  # what it returned before it sent this
+                for peer in tuple(opened.values()) if is_first else (self._by_route[route],):
                     if peer.posts and peer.given.open:
                         peer.given.release_below(peer.posted.before())
                     if peer.posts and self._segment is not None and len(peer.taken.dropped) >= POST_EVERY:
                         peer.taken.post(self._segment.postings, peer.mapping.offer.nonce)
-                is_first = False
+            is_first = False
             try:
                 passed = self._take_in(route, packet)
             except KvpsError:
@@ -199,15 +199,13 @@ class SharingTransport:
                 yield route, passed
                 del passed
         if is_first:
-            for peer in self._peers.values():
+            for peer in tuple(opened.values()):
                 if peer.posts and peer.given.open:
                     peer.given.release_below(peer.posted.before())
             if owes:
                 self._owes(1)
-        for peer in self._peers.values():
-            if peer.taken.dropped:  # what a call lets go, its requests should find free
-                self._owes(RELEASE_EVERY)
-                break
+        if opened:  # what a call lets go, its requests should find free
+            self._owes(RELEASE_EVERY)
 
     @property
     def mappings(self) -> list[Mapping]:
@@ -237,10 +235,10 @@ class SharingTransport:
                 return None
             lent.append(_loan((segment.nonce, lease, offset, frame.nbytes)))
         peer.given.give(payload, hold)
+        self._open[peer.mapping.offer.nonce] = peer
         return tuple(lent)
 
-    @staticmethod
-    def _borrow(peer: Peer | None, packet: Packet) -> Packet:
+    def _borrow(self, peer: Peer | None, packet: Packet) -> Packet:
         """Return ``packet`` with its payload where it lies in its sender's memory.
 
         Raises:
@@ -256,6 +254,7 @@ class SharingTransport:
         lease = peer.taken.take(number)
         if lease is None:
             raise ProtocolError(f"lease {number} of {sender.node} was already returned")
+        self._open[nonce] = peer
         payload = []
         for _, _, offset, size_bytes in loans:
             payload.append(
@@ -271,25 +270,23 @@ class SharingTransport:
             self._part(route)
             return packet
         envelope, message = packet.envelope, packet.message
-        sender = envelope.job, envelope.role, envelope.rank, envelope.incarnation
-        peer = self._by_identity.get(sender)
+        job, _, role, rank, incarnation, _ = envelope
+        peer = self._by_identity.get((job, role, rank, incarnation))
         if self._by_route.get(route) is not peer:
             self._meet(route, peer)
         if packet.loans:
             return self._borrow(peer, packet)
-        match message:
-            case Offer():
+        kind = type(message)
+        if kind in _OF_MEMORY:
+            if isinstance(message, Offer):
                 self._on_offer(route, envelope, message)
-                return None
-            case Taken():
+            elif isinstance(message, Taken):
                 self._on_taken(route, envelope, message)
-                return None
-            case Release():
-                if peer is not None:
-                    peer.given.release(message)
-                return None
-            case Welcome() if self._segment is not None and route in self._near:
-                self._say(route, self._segment.offer)
+            elif isinstance(message, Release) and peer is not None:
+                peer.given.release(message)
+            return None
+        if kind is Welcome and self._segment is not None and route in self._near:
+            self._say(route, self._segment.offer)
         if packet.payload and not self._frames_come:
             self._frames_come = True
             keep_freed_memory()
@@ -405,7 +402,7 @@ class SharingTransport:
             Whether a peer was not told of all of them.
         """
         owes = False
-        for nonce, peer in self._peers.items():
+        for nonce, peer in self._open.items():
             taken = peer.taken
             if not (taken.dropped or taken.unsaid):
                 continue
@@ -426,6 +423,7 @@ class SharingTransport:
                 continue
             peer.given.release_below(math.inf)
             del self._peers[nonce]
+            self._open.pop(nonce, None)
             if self._segment is not None:
                 self._segment.postings.forget(nonce)
             for route in self._routes_of(peer):
@@ -482,10 +480,3 @@ def _insisting(reason: str) -> Demanded:
         f"KVPS_TRANSPORT=shm, but memory cannot be shared: {reason}. Run all processes on one host "
         "as one user, or set KVPS_TRANSPORT=auto"
     )
-
-
-def _framed(packet: Packet) -> Packet:
-    """Return ``packet``, whose payload lies in several frames, with it in one if it declares one."""
-    if len(packet.message.payload_sizes()) == 1:
-        return packet._replace(payload=(memoryview(b"".join(packet.payload)),))
-    return packet
