@@ -210,6 +210,7 @@ class CallTable:
         store = self._stores[pending.call.store]
         unacked = self._unacked.setdefault(store.name, {})
         pending.is_asking = is_push = True
+        at_once: Connection | None = None
         for request in pending.requests:
             request.owner, request.traffic = pending, store.traffic
             is_push = is_push and request.payload_bytes > 0
@@ -224,11 +225,15 @@ class CallTable:
                 self.neighbours.tell(request.message)
             if self.neighbours.is_active and self.neighbours.collect(store, request):
                 self.neighbours.ask(request, now)
+            elif (link := self.links[request.server]).is_free() and len(pending.requests) == 1:
+                at_once = link
             else:
-                self.links[request.server].queue(request)
+                link.queue(request)
         pending.is_asking = False
         if is_push and pending.call.returns_early(store):
             self._outbox.append(Copied(pending.ticket))
+        if at_once is not None:
+            self._send(at_once, at_once.number(request, now))
         self.flow(now)
 
     def _ask_again(self, request: Request, now: float) -> None:
@@ -442,10 +447,8 @@ class CallTable:
     def deadlines(self) -> Iterator[float]:
         """Yield when :meth:`on_timer` or :meth:`end_late_calls` has something to do."""
         yield from (link.due_at(self._hello_at) for link in self.connections())
-        if self.neighbours.is_active:
-            merged_at = self.neighbours.deadline()
-            if merged_at is not None:
-                yield merged_at
+        if self.neighbours.is_active and (merged_at := self.neighbours.deadline()) is not None:
+            yield merged_at
         for request in self.scheduler.outstanding.values():
             yield request.sent_at + ASK_AGAIN_S
         for pending in self.pending.values():
@@ -481,7 +484,9 @@ class CallTable:
             if pending.finished:
                 continue
             if now >= pending.deadline:
-                self._time_out(pending, now)
+                link_of = self.neighbours.link_of
+                late = timeout_error(self._member, pending.call, pending.waiting, link_of, now)
+                self.end_early(pending, late, now)
             elif not pending.probed and now >= pending.deadline - LAST_PROBE_S:
                 pending.probed = True
                 self.ask_after(pending.waiting, now)
@@ -538,11 +543,6 @@ class CallTable:
         for request in pending.requests:
             if request in pending.waiting and not request.payload_bytes:
                 request.drop()
-
-    def _time_out(self, pending: PendingCall, now: float) -> None:
-        link_of = self.neighbours.link_of
-        error = timeout_error(self._member, pending.call, pending.waiting, link_of, now)
-        self.end_early(pending, error, now)
 
     def end_early(self, pending: PendingCall, error: KvpsError, now: float) -> None:
         """End a call for its caller; what changes values goes on."""

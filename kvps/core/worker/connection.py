@@ -258,11 +258,20 @@ class Connection:
         return None
 
     def send(self, now: float) -> Request:
-        """Return the request that may be sent next, numbered and counted as sent."""
+        """Return the request that may be sent next, as :meth:`number` does."""
         first = self.line[0][2]
         request = self._lanes[first.lane].popleft() if first.lane else first
         if request is first:
             heapq.heappop(self.line)
+        return self.number(request, now)
+
+    def is_free(self) -> bool:
+        """Whether a request may be sent at once: nothing of this worker is queued or away."""
+        return self.ready and not self._uplink.queued and not self._uplink.requests_away
+
+    def number(self, request: Request, now: float) -> Request:
+        """Return a request with its payload and its number, counted as sent."""
+        request.link = self
         if request.fill is not None:  # as freeze(), which would be a call more for each chunk
             request.payload, request.fill = request.fill(self.route), None
         self._seq += 1
@@ -291,8 +300,7 @@ class Connection:
 
     def sending_s(self, now: float) -> float:
         """Return the seconds for which some payload was away, since the worker began."""
-        running_s = 0.0 if self.sending_since is None else now - self.sending_since
-        return self._sending_s + running_s
+        return self._sending_s + (0.0 if self.sending_since is None else now - self.sending_since)
 
     def is_late(self, now: float) -> bool:
         """Whether the server has not acknowledged some payload for :data:`PROBE_AFTER_S`."""
@@ -317,12 +325,9 @@ class Connection:
 
         It leaves the window. The peer may refuse to take it in before one that waits for room.
         """
-        request = self.outstanding.get(seq)
-        if request is not None:
-            if seq in self.away:
-                self._arrives(request)
-            if request.traffic is not None:
-                request.traffic.resent += 1
+        request = self.receive(seq)
+        if request is not None and request.traffic is not None:
+            request.traffic.resent += 1
         return request
 
     def _arrives(self, request: Request) -> None:

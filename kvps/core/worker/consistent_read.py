@@ -18,7 +18,7 @@ replacement may wait for a rank that waits so (where staleness is bounded).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -271,9 +271,8 @@ def tracked(
     store: WorkerStore, plan: TransferPlan, sink: Sink, after: Numbers = ANY, priority: Priority = 0
 ) -> ReadTracker:
     """Return the read of the keys of ``plan`` into ``sink``; its values are kept, if the store keeps some."""
-    kind = store.tracker or ReadTracker
-    found: ReadTracker = kind(plan, sink, after, priority, skips=store.skips_rounds, feedback=store.feedback)
-    return found
+    kind: Callable[..., ReadTracker] = store.tracker or ReadTracker
+    return kind(plan, sink, after, priority, skips=store.skips_rounds, feedback=store.feedback)
 
 
 def read(

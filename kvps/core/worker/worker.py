@@ -230,7 +230,9 @@ class Worker(Core):
         ):
             message = packet.message
             if isinstance(message, p.Error) and message.code == Fenced.code:
-                self._end_fenced(message, now)
+                self.member.error = from_code(message.code, message.text)  # another process has this seat
+                self._end_all(self.member.error, now)
+                self.outbox.append(Exit(1, str(self.member.error)))
             elif isinstance(message, p.Closed):
                 self._closed.hear(self.table.links.index(link), message.stores)
             else:
@@ -557,12 +559,6 @@ class Worker(Core):
         """Return our connection along which a neighbour answers; None if it has gone."""
         link = self.table.neighbours.links.get(int(route.split()[1]))
         return link if link is not None and link.incarnation == envelope.incarnation else None
-
-    def _end_fenced(self, message: p.Error, now: float) -> None:
-        """Another process has this worker's seat."""
-        self.member.error = from_code(message.code, message.text)
-        self._end_all(self.member.error, now)
-        self.outbox.append(Exit(1, str(self.member.error)))
 
     # --- cuts -------------------------------------------------------------------------------------
 

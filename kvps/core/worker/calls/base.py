@@ -132,9 +132,8 @@ def bulk(
     store: WorkerStore, share: ChunkSlice, message: Load | Push, rows: Rows, priority: Priority = 0
 ) -> Request:
     """Return the request that carries the elements of ``share``, as they are."""
-    highest = priority if isinstance(priority, int) else share.highest(priority)
     fill = partial(share.gather, rows, store.memory)
-    return Request(share.server, message, fill, share.payload_bytes, share.chunk, highest)
+    return Request(share.server, message, fill, share.payload_bytes, share.chunk, share.highest(priority))
 
 
 def number_push(

@@ -143,9 +143,8 @@ class PushValues(PushCall):
                 unshare(values, self.sinks, plan.sizes)
         joint = alike(numbers) if len(numbers) > 1 else numbers
         sink = HeldValues() if isinstance(self.sinks, Views) else self.sinks
-        tracker = None
-        if sink is not None:
-            tracker = tracked(store, plan, sink, list(map((1).__add__, joint)), self.priority)
+        after = list(map((1).__add__, joint))
+        tracker = None if sink is None else tracked(store, plan, sink, after, self.priority)
         requests = []
         try:
             for share in shares:
