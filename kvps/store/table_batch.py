@@ -188,12 +188,11 @@ def pull(tables: Sequence[Table], ids: Sequence[object], timeout: float | None) 
     given = dict(zip(tables, map(ids_of, ids), strict=True))
     chosen = tables[0].alone if len(tables) == 1 else Tables(tables)
     batch = chosen.batch([given[table].reshape(-1).cpu() for table in chosen.all])
-    asked, places = batch.ask(timeout), batch.split.places  # the servers look the rows up meanwhile
-    pulled: Any = asked.wait()
+    pulled = batch.pull(timeout)
     found = {}
     for group, rows in zip(chosen.groups, pulled, strict=True):
         for at, table in enumerate(chosen.all[group.first : group.stop], group.first):
-            shaped = rows.index_select(0, places[at]).view(*given[table].shape, group.dim)
+            shaped = rows.index_select(0, batch.split.places[at]).view(*given[table].shape, group.dim)
             found[table] = shaped.to(given[table].device)
     return [found[table] for table in tables]
 
