@@ -8,12 +8,15 @@ from dataclasses import replace
 
 import pytest
 
+from kvps.protocol.envelope import Packet
 from kvps.protocol.membership import Drain, Scale
+from kvps.protocol.replicas import CopyValues
 from tests.simulation.cluster import Cluster, Script
 from tests.simulation.network import Process
 from tests.simulation.test_replicas import WAYS, job_of, standing, train
 from tests.simulation.training import (
     FEWER,
+    ON_TIME,
     Fault,
     Job,
     Play,
@@ -81,6 +84,37 @@ def test_each_server_moves_while_workers_train(has_optimizer: bool) -> None:
         is_trained(job, client.result)
     assert moved(cluster) == [0, 1, 0]
     assert [process.exit.code for process in former if process is not None and process.exit] == [0, 0, 0]
+
+
+def test_a_seat_is_copied_once_though_its_copy_takes_many_steps(
+    monkeypatch: pytest.MonkeyPatch, soon: None
+) -> None:
+    monkeypatch.setattr("kvps.core.server.replicas.primary.WINDOW_BYTES", 64)
+    monkeypatch.setattr("kvps.core.server.replicas.primary.BLOCK", 16)
+    job = moving_job()
+    job.sizes = {f"k{at}": 15 for at in range(16)}
+    job.steps, job.ways = 18, 3 * WAYS
+    job.faults = replace(job.faults, latency_s=0.02)
+    cluster = Cluster(2, 2, lambda rank: slowly(job, rank), 0, job.faults)
+    copied = 0
+
+    def count(source: Process, target: Process, packet: Packet) -> Sequence[float]:
+        nonlocal copied
+        if isinstance(packet.message, CopyValues):
+            copied += packet.message.size * (1 + len(packet.message.fields))
+        return ON_TIME
+
+    cluster.network.delays = count
+    drain(cluster, at=2.2)
+    cluster.run(400)
+    for client in cluster.ended_well():
+        is_trained(job, client.result)
+    assert moved(cluster) == [0]
+    holder, _ = cluster.holders(0)
+    assert holder is not None
+    chunks = holder.core.context.chunks.by_number.values()  # type: ignore[attr-defined]
+    held = sum([chunk.used * (1 + len(chunk.state or ())) for chunk in chunks])
+    assert copied == held
 
 
 @pytest.fixture
