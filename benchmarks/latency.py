@@ -22,7 +22,8 @@ The processor time of a worker and of the servers is that of all their threads, 
 without the script's own work between two calls. That of a push is the time of a loop of push() and pull(),
 less that of a loop of pull().
 
-Jobs take turns, and each has a limit of time, which is said at the beginning.
+Jobs take turns, and each has a limit of time, which is said at the beginning. A job that fails is told, and
+the figures of the others are printed; the exit code is 1.
 """
 
 from __future__ import annotations
@@ -343,7 +344,8 @@ def run(job: Job, given: argparse.Namespace) -> list[Found]:
             for process in started:
                 process.kill()
         if any(codes):
-            raise SystemExit(f"{job.name} failed, or took over {limit_s(given):.0f} s: exit codes {codes}")
+            why = f"{job.name} failed, or took over {limit_s(given):.0f} s: exit codes {codes}"
+            raise subprocess.SubprocessError(why)
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(job.workers)]
 
 
@@ -408,13 +410,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(headline(machine))
     say(f"{len(todo)} jobs in {given.turns} turns; each is ended after {limit_s(given):.0f} s at the latest")
     found: dict[Job, list[Found]] = {job: [] for job in todo}
+    failures: list[str] = []
     began, total = time.monotonic(), len(todo) * given.turns
     for done in range(total):
         job = todo[done % len(todo)]
-        found[job] += run(job, given)
+        try:
+            found[job] += run(job, given)
+        except subprocess.SubprocessError as error:
+            failures.append(str(error))
+            say(failures[-1])
         each_s = (time.monotonic() - began) / (done + 1)
         say(f"{done + 1} of {total}: {job.name}{time_left(each_s * (total - done - 1))}")
-    rows = [row for job in todo for row in rows_of(job, found[job])]
+    rows = [row for job in todo if found[job] for row in rows_of(job, found[job])]
     say(told(rows))
     if given.json:
         settings = {"rounds": given.rounds, "turns": given.turns}
@@ -423,6 +430,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         from benchmarks.compare.plots import draw_latency  # it imports matplotlib
 
         draw_latency(rows, given.plot, "Latency of a call")
+    if failures:
+        raise SystemExit("\n".join(failures))
 
 
 def say(text: str) -> None:

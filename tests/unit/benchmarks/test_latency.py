@@ -2,6 +2,7 @@
 
 import json
 import random
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,20 @@ def test_processor_time_of_checks_does_not_count() -> None:
     found = latency.loop(5, int, int, check, lambda: None)
     assert len(found.times_us) == 5
     assert found.worker_us < 2000, "a sort takes ten times that"
+
+
+def test_a_job_that_fails_costs_no_other_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(job: latency.Job, given: object) -> list[latency.Found]:
+        if job.link == "gloo":
+            raise subprocess.SubprocessError("gloo failed")
+        return [{"64": {"push": ([5.0], 1.0, 1.0)}}]
+
+    monkeypatch.setattr(latency, "run", run)
+    with pytest.raises(SystemExit, match="gloo failed"):
+        latency.main(["--quick", "--links", "gloo", "local"])
+    assert "local " in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.in_turn
