@@ -50,7 +50,7 @@ class Welcome(Message):
     local_size: int = 1
     master: str = ""
     replaces: bool = False
-    """The scheduler says so to a server that takes another's place in a job that has run."""
+    """The scheduler says so to a server or a worker that takes another's place in a job that has run."""
     follows: bool = False
     """The scheduler says so to a standby: it copies the values of the server of this rank."""
     replicas: int = 0

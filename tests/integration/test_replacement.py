@@ -205,3 +205,20 @@ def test_tables_go_on_where_the_optimizer_resumes(processes: Processes, kind: st
     assert job.wait(60.0) == 0, job
     assert job.out.count(f"row {row}") == 2, job
     assert job.err.count("pushes of 'steps' of store 'notes'") == 1, job
+
+
+@pytest.mark.spec("R647")
+def test_replacement_with_a_file_of_its_own_hears_that_servers_drop_its_pushes(processes: Processes) -> None:
+    script = processes.script(
+        "import os, pathlib\nimport kvps, torch\n"
+        "died = pathlib.Path('died')\n"
+        "kv = kvps.create('dist_async')\n"
+        "kv.init('w', torch.zeros(4)); kv.set_optimizer('test')\n"
+        "for step in range(3 if died.exists() and kv.rank == 1 else 0, 6):\n"
+        "    kv.pushpull('w', torch.ones(4))\n"
+        "    if step == 3 and kv.rank == 1 and not died.exists(): died.touch(); os._exit(5)\n"
+        "kv.barrier('end')\n"
+    )
+    job = processes.kvps("launch", "-n", 2, "-s", 1, "--max-restarts", 1, "--", sys.executable, script)
+    assert job.wait(60.0) == 0, job
+    assert job.err.count("Servers drop up to 4 of its next pushes of 'w'") == 1, job

@@ -85,6 +85,7 @@ class Bench:
         keys: tuple[str, ...] = (),
         most: int = 0,
         replicas: int = 0,
+        replaces: bool = False,
     ) -> None:
         """Put a worker on the bench; ``machines`` are those of all workers, unknown by default.
 
@@ -111,7 +112,8 @@ class Bench:
         self.take(self.core.start(self.now))
         if join:
             life = 1 + 10 * Role.WORKER + rank
-            self.scheduler(Welcome(rank, life, workers, servers, most=most, replicas=replicas))
+            seat = Welcome(rank, life, workers, servers, most=most, replicas=replicas, replaces=replaces)
+            self.scheduler(seat)
             self.view()
             for server in range(servers if ready else 0):
                 self.server(server, Welcome(rank, 1, workers, servers))

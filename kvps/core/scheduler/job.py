@@ -485,8 +485,8 @@ class Job:
         settings, most = self.settings, self.settings.most_workers
         joined = self.seats.workers(State.EMPTY, State.HELD, State.LOST)
         sizes = len(joined) if most else settings.workers, settings.servers
-        replaces = seat.is_replacement and seat.node.role is Role.SERVER
         follows, replicas = seat.node.role is Role.STANDBY, settings.replicas
+        replaces = seat.is_replacement and not (follows or seat.is_added)
         return Welcome(rank, seat.incarnation, *sizes, *place, master, replaces, follows, replicas, most)
 
     def places(self) -> dict[int, Place]:

@@ -42,6 +42,10 @@ class Beginning:
     outbox: Outbox = field(default_factory=CoreOutbox)
     step: int = 0
     """The step that a resume() has told the script; 0 for a script that begins with its first."""
+    asks: bool = False
+    """Whether a first push asks which one is owed, unless :attr:`WorkerStore.placed` has its keys."""
+    is_told: bool = False
+    """The log says that servers drop pushes of this process."""
 
     def number(self, owed: int) -> int:
         """Return the number of a table's next push: the first of the step at which the script begins.

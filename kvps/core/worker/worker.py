@@ -452,6 +452,7 @@ class Worker(Core):
         neighbours = self.table.neighbours
         if not self._complete and view.phase == "running":
             self._complete = True
+            self._beginning.asks = self.member.seat.replaces
             if self.member.seat.replicas:
                 self.table.kept = KeptPushes(self.stores)
             self._greet_servers(view, now)

@@ -152,8 +152,8 @@ def number_push(
     """
     if store.is_away:
         _demand_presence(store)
-    if store.beginning.step and not store.placed.issuperset(names):
-        yield from _begin_at_step(store, names)
+    if store.beginning.asks and not store.placed.issuperset(names):
+        return (yield from _number_first_push(store, names, empty))
     plan = store.plans.get(names) or store.plan(names)
     apart = plan.apart()
     if any(map(_is_refused, apart)):
@@ -276,30 +276,50 @@ def begin_alike(
     return begun
 
 
-def _begin_at_step(store: WorkerStore, names: tuple[str, ...]) -> Steps:
-    """Number the first pushes of keys for which a replacement did not ask, while it began where it was told.
+def _number_first_push(
+    store: WorkerStore, names: tuple[str, ...], empty: EmptyPush | None
+) -> Generator[Step, list[Packet], tuple[TransferPlan, list[int], list[int]]]:
+    """As :func:`number_push`, in a replacement that did not ask which push of ``names`` it owes.
 
-    A table goes on at that step. Pushes of a key may be those of a beginning that is made again, so the
-    script is told that the servers do not apply them.
+    A table goes on at the step at which the script was told to begin. Other pushes are numbered in the order
+    of the calls: the script may make those of its predecessor again. If it does not, the log says what to do.
     """
-    plan = store.plan(tuple(name for name in names if name not in store.placed))
-    read = yield from read_versions(store, plan, ANY, ANY)
-    dropped = []
-    for key, parts in zip(plan.keys, read.by_key(), strict=True):
-        late = min((owed for _, owed in parts.values()), default=0) - key.number
-        if late > 0 and key.name not in store.placed:  # and no other call has asked meanwhile
-            if key.name.startswith(EMBEDDING):
-                key.number, key.since = key.number + store.beginning.number(late), 0
-            else:
-                dropped.append(key.name)
+    beginning = store.beginning
+    new = tuple(name for name in names if name not in store.placed)
+    if beginning.step and names[0].startswith(EMBEDDING):
+        owed = yield from _owed(store, new)
+        for key in store.plan(new).keys:
+            late = owed[key.name] - key.number
+            if late > 0 and key.name not in store.placed:  # and no other call has asked meanwhile
+                key.number, key.since = key.number + beginning.number(late), 0
+        store.placed.update(names)
+        return (yield from number_push(store, names, empty))
     store.placed.update(names)
-    if dropped:
+    plan, numbers, sinces = yield from number_push(store, names, empty)
+    try:
+        owed = yield from _owed(store, new)
+    except KvpsError:
+        plan.refuse()
+        raise
+    before = dict(zip(names, numbers, strict=True))
+    dropped = {name: owed[name] - before[name] for name in new if owed[name] > before[name]}
+    if dropped and not beginning.is_told:
+        beginning.is_told, beginning.asks = True, beginning.step > 0
+        keys, most = [name.removeprefix(EMBEDDING) for name in dropped], max(dropped.values())
         text = (
-            "this worker replaces a lost worker, and began where resume() said. Servers drop its first pushes"
-            f" of {names_in_words(dropped)} of store {store.name!r}, since the lost worker has made as many. "
+            f"this worker replaces a lost worker. Servers drop up to {most} of its next pushes of "
+            f"{names_in_words(keys)} of store {store.name!r}, since the lost worker has made as many. "
             "Unless the script makes the same again, have it call resume() of that store with these keys"
         )
-        store.beginning.outbox.append(Note("warning", text))
+        beginning.outbox.append(Note("warning", text))
+    return plan, numbers, sinces
+
+
+def _owed(store: WorkerStore, names: tuple[str, ...]) -> Generator[Step, list[Packet], dict[str, int]]:
+    """Return for each key the lowest number of a push that this rank owes on any part."""
+    read = yield from read_versions(store, store.plan(names), ANY, ANY)
+    found = zip(names, read.by_key(), strict=True)
+    return {name: min((owed for _, owed in parts.values()), default=0) for name, parts in found}
 
 
 def _make_room(store: WorkerStore, full: list[Key]) -> Steps:

@@ -61,8 +61,11 @@ class TakePlace(Call):
     def run(self, store: WorkerStore, values: Values) -> Operation:
         place = yield from _take_place(store, self.keys, self.replays)
         store.placed.update(self.keys)
+        beginning = store.beginning
         if self.tells and place.is_replacement:
-            store.beginning.step = place.owed or store.beginning.step
+            beginning.step = place.owed or beginning.step
+        # A script that runs again makes each push of its predecessor again.
+        beginning.asks = beginning.step > 0 or (beginning.asks and not self.replays)
         return place
 
 

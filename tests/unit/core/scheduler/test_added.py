@@ -30,7 +30,13 @@ def test_job_runs_once_the_first_are_here_and_others_are_added() -> None:
     assert shown(stage) == ["held", "held", "vacant", "vacant"]
     said = stage.hello("w2")
     (welcome,) = sent(said, Welcome)
-    assert (welcome.rank, welcome.workers, welcome.most, welcome.seats) == (2, 3, 4, 4)
+    assert (welcome.rank, welcome.workers, welcome.most, welcome.seats, welcome.replaces) == (
+        2,
+        3,
+        4,
+        4,
+        False,
+    )
     assert notes(said) == ["info: worker 2 joined: host-w2:7"]
     assert shown(stage) == ["held", "held", "added", "vacant"]
     stage.hello("w3")

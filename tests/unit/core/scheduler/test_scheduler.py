@@ -91,7 +91,7 @@ class TestHello:
         assert not sent(stage.hello("x", "worker", 0), Welcome)
         stage.wait(0.5, ["s0", "w1"])
         (welcome,) = sent(stage.hello("x", "worker", 0), Welcome)
-        assert (welcome.rank, welcome.incarnation) == (0, 4)
+        assert (welcome.rank, welcome.incarnation, welcome.replaces) == (0, 4, True)
 
     @pytest.mark.spec("R218")
     def test_an_answer_to_what_was_never_asked_proves_nothing(self) -> None:

@@ -110,6 +110,7 @@ def test_a_table_goes_on_at_the_step_at_which_a_replacement_begins(
     for _ in range(before):
         worker.call(pushing(servers=1))
     worker.core.stores["kv"].beginning.step = 4
+    worker.core.stores["kv"].beginning.asks = True
     for _ in range(2):  # the second does not wait for the first
         worker.call(pushing(servers=1))
     for seq in worker.seqs(Pull):

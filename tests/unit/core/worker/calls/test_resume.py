@@ -5,8 +5,20 @@ import torch
 
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
+from kvps.errors import KeyNotFound
 from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Revive
-from kvps.protocol.membership import Barrier, Beat, Done, HistoryIs, Join, Joined, Released, Resume, Return
+from kvps.protocol.membership import (
+    Barrier,
+    Beat,
+    Done,
+    Error,
+    HistoryIs,
+    Join,
+    Joined,
+    Released,
+    Resume,
+    Return,
+)
 from kvps.protocol.stores import Find, Found, FoundAll, Optimize, Rate
 from kvps.protocol.values import Pull, Pulled, Push, Stand
 from tests.support.worker_harness import Bench, push, server_of
@@ -152,8 +164,61 @@ class TestResume:
             worker.server(piece.server, Pulled(seq, piece.chunk, FLOAT, False, (Stand(0, 1, 6, owed),)))
         worker.call(push({"taken": HOT[:1]}))
         _, note = worker.notes()
-        assert "Servers drop its first pushes of 'taken' of store 'kv'" in note
+        assert "Servers drop up to 6 of its next pushes of 'taken' of store 'kv'" in note
         assert {run.number for message in worker.sent(Push) for run in message.runs} == {0, 1, 4}
+
+    @pytest.mark.spec("R647")
+    @pytest.mark.parametrize("mode", ["sync", "async"])
+    def test_script_that_never_resumes_is_told_at_its_first_dropped_push(self, mode: str) -> None:
+        worker = self.replacement(mode)
+        tickets = [worker.call(push({"w": HOT})) for _ in range(2)]
+        assert {run.number for message in worker.sent(Push) for run in message.runs} == {1}
+        for server in (0, 1):
+            stood(worker, worker.seqs(Pull, server)[0], server, 9, owed=7 + server)
+        assert {run.number for message in worker.sent(Push) for run in message.runs} == {0, 1}
+        for server in (0, 1):
+            worker.ack(server, *worker.seqs(Push, server))
+        assert all(worker.is_done(ticket) for ticket in tickets)
+        worker.call(push({"other": HOT}))
+        (note,) = [note for note in worker.notes() if "drop" in note]
+        assert "drop up to 7 of its next pushes of 'w' of store 'kv'" in note
+        assert "call resume() of that store" in note
+        assert len(worker.sent(Pull)) == 2, "no push asks once the log has told"
+
+    @pytest.mark.spec("R647")
+    def test_script_whose_pushes_all_count_is_told_nothing(self) -> None:
+        worker = self.replacement("sync")
+        worker.call(push({"w": HOT}))
+        for server in (0, 1):
+            stood(worker, worker.seqs(Pull, server)[0], server, 0, owed=0)
+        worker.call(push({"w": HOT}))
+        assert {run.number for message in worker.sent(Push) for run in message.runs} == {0, 1}
+        assert not [note for note in worker.notes() if "drop" in note]
+
+    @pytest.mark.spec("R647")
+    def test_push_that_cannot_ask_is_numbered_again(self) -> None:
+        worker = self.replacement("sync")
+        ticket = worker.call(push({"w": HOT}))
+        worker.server(0, Error(worker.seqs(Pull, 0)[0], KeyNotFound.code, "no such chunk"))
+        assert isinstance(worker.error(ticket), KeyNotFound)
+        assert worker.core.stores["kv"].key("w").is_refused
+
+    @pytest.mark.spec("R647")
+    def test_script_that_runs_again_asks_nothing_at_its_pushes(self) -> None:
+        worker = self.replacement("sync")
+        replay(worker, SILENT, SILENT)
+        worker.call(push({"other": HOT}))
+        assert len(worker.sent(Pull)) == 2
+        assert worker.sent(Push)
+
+    def replacement(self, mode: str) -> Bench:
+        """Return a worker whose WELCOME says that it takes another's place."""
+        worker = Bench(rank=1, replaces=True)
+        worker.open(mode=mode)
+        worker.init({"w": HOT, "other": HOT})
+        if mode == "async":
+            worker.core.stores["kv"].was_pushed_to = True
+        return worker
 
     @pytest.mark.spec("R124")
     def test_a_barrier_behind_it_is_found_by_what_was_pushed_before(self) -> None:
