@@ -57,7 +57,7 @@ def test_each_push_counts_at_most_once(
             closed = span.rounds.popleft()
             assert len(closed.ranks) >= quorum
             total = closed.sum().whole().item()
-            mean = closed.update(average=True).sum.whole().item()
+            mean = closed.mean().sum.whole().item()
             weights = sum(closed.weights)
             assert abs(mean - total / weights) < 1e-9 * max(1.0, abs(mean))
             applied.append((closed.ranks, total, weights))

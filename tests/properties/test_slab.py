@@ -107,7 +107,7 @@ class Cuts(RuleBasedStateMachine):
     @rule(data=st.data())
     def wait(self, data: st.DataObject) -> None:
         piece = data.draw(st.sampled_from(self.pieces))
-        reading = PendingRead(Session(0, b"", 1), 1, "kv", 1, True, (), at=piece.start)
+        reading = PendingRead(Session(0, b"", 1), 1, "kv", 1, (), print, at=piece.start)
         self.chunk.wait(reading)
         self.waiting.append(reading)
 

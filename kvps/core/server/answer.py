@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,19 +26,23 @@ import torch
 from kvps import protocol as p
 from kvps.core.embedding.id_hash import Ids
 from kvps.core.server.chunks.rounds import FreeSpan, Span
-from kvps.core.server.chunks.slab import Buffer, Chunk, Chunks
+from kvps.core.server.chunks.slab import Chunk, Chunks
 from kvps.core.server.context import RequestContext, StoreQuorum
 from kvps.core.server.rules.rows import KeyRows
+from kvps.core.server.rules.rule import Holds, Reply, Rule
 from kvps.core.server.rules.table import TableRows
 from kvps.core.server.sessions import PendingRead, Session
 from kvps.core.server.store import ServerStore
-from kvps.dtypes import BY_ID, BY_NAME
+from kvps.dtypes import BY_NAME
 from kvps.errors import KvpsError, ProtocolError
 from kvps.phrases import ranks_in_words
 from kvps.protocol.envelope import maker
 from kvps.tensors import to_frame
 
 _stand = maker(p.Stand)
+Asks = tuple[p.Ask, ...]
+PLAIN = True, None, ()
+"""Fields of a pull that wants whole values: values, call and held."""
 
 
 class Answers:
@@ -50,18 +56,24 @@ class Answers:
         self._context = context
         self._chunks = context.chunks
         self._meter = context.meter
+        self.rule: Callable[[int], Rule]
+        """Returns the rule of a chunk, by its number."""
 
     def pull(self, session: Session, seq: int, message: p.Pull) -> None:
         """Answer with runs of a chunk, as soon as they have the asked version."""
-        chunk = self._chunks.at(message.chunk)
-        store = self._context.stores[chunk.store]
-        is_ready = message.call is None
-        chunk.validate(message.runs, are_whole=is_ready, are_filled=is_ready)
-        check_held(message.held, message.runs)
-        number, values = chunk.number, message.values
-        reading = PendingRead(session, seq, store.name, number, values, message.runs, message.held)
-        reading.call = message.call
-        self.read(reading, store, chunk)
+        runs, values, call = message.runs, message.values, message.call
+        chunk, read = self.rule(message.chunk).chunk, runs
+        holds: Holds = self.holds
+        reply: Reply = plain
+        if (values, call, message.held) != PLAIN:
+            check_held(message.held, runs)
+            holds, read = (self.holds if call is None else _is_loaded), (runs if values else ())
+            reply = self.reply_to(message.held) if values else self._tell
+        chunk.validate(runs, are_whole=call is None, are_filled=call is None)
+        self._meter.on_values(chunk.number, read, chunk.type.itemsize)
+        again = partial(self.read, holds, reply)
+        reading = PendingRead(session, seq, chunk.store, chunk.number, runs, again, values, call=call)
+        again(reading, is_woken=False)
 
     def pull_rows(
         self,
@@ -87,7 +99,7 @@ class Answers:
                 [p.Ask(piece.start, piece.size, message.after, message.least) for piece in target.pieces]
             )
         reading = session.pending[seq] = PendingRowRead(
-            session, seq, store.name, target.pieces[0].chunk, True, asks, target=target, ids=ids
+            session, seq, store.name, target.pieces[0].chunk, asks, self._read_rows, target=target, ids=ids
         )
         if isinstance(message, p.PullChanged):
             reading.since = message.since
@@ -100,22 +112,18 @@ class Answers:
         for reading in woken:
             if not self._context.is_pending(reading):
                 continue
-            if isinstance(reading, PendingRowRead):
-                self._read_rows(reading)
-                continue
             try:
-                chunk = self._chunks.at(reading.chunk)
-                self.read(reading, self._context.stores[reading.store], chunk, is_woken=True)
+                reading.again(reading)
             except KvpsError as error:
                 self._context.refuse(reading.session, reading.seq, error)
 
-    def read(self, reading: PendingRead, store: ServerStore, chunk: Chunk, *, is_woken: bool = False) -> bool:
+    def read(self, holds: Holds, reply: Reply, reading: PendingRead, *, is_woken: bool = True) -> bool:
         """Answer ``reading`` if its conditions hold; else let it wait at the first span that fails one.
 
         Args:
+            holds: returns whether they hold.
+            reply: answers.
             reading: the request.
-            store: whose values it wants.
-            chunk: where they are.
             is_woken: it has waited, so that keys may have been replaced meanwhile.
 
         Returns:
@@ -124,80 +132,94 @@ class Answers:
         Raises:
             ProtocolError: if a key was replaced while it waited.
         """
-        session = reading.session
-        if not self._holds(store, chunk, reading):
+        rule = self.rule(reading.chunk)
+        session, chunk = reading.session, rule.chunk
+        if not holds(reading, rule):
             session.pending[reading.seq] = reading
             chunk.wait(reading)
             return False
         if is_woken:
             chunk.validate(reading.asks, are_whole=reading.call is None)
         session.pending.pop(reading.seq, None)
-        found: list[p.Stand] = []
-        for start, size, _, _ in reading.asks:
-            stop = start + size
-            for span in chunk.spans if len(chunk.spans) == 1 else chunk.spans_in(start, stop):
-                begin, end = max(span.start, start), min(span.stop, stop)
-                owed = span.owed(session.rank)
-                found.append(_stand((begin, end - begin, span.version, owed)))
-        stands, number = tuple(found), BY_NAME[chunk.dtype].id
-        if not reading.values:
-            self._context.send(session, p.Pulled(reading.seq, chunk.number, number, False, stands))
-            return True
-        asks, itemsize = reading.asks, BY_ID[number].itemsize
-        self._meter.on_values(chunk.number, asks, itemsize)
-        dropped = self._watch(store, chunk, reading, stands) if store.watches_reads else ()
-        held: Buffer | None
-        if len(asks) == 1 or all(ask.start + ask.size == other.start for ask, other in pairwise(asks)):
-            held, last = chunk.buffer, asks[-1]
-            frame = held.octets[asks[0].start * itemsize : (last.start + last.size) * itemsize]
-        else:
-            weight, held = chunk.buffer.tensor, None
-            frame = to_frame(torch.cat([weight[ask.start : ask.start + ask.size] for ask in asks]))
-        steps: tuple[p.Steps, ...] = ()
-        adds = False
-        # One who reads values where they lie saves nothing by steps.
-        if reading.held and not (held and self._chunks.memory.lends(session.route, (held.tensor,))):
-            adds = store.updater is not None
-            steps, octets = _lead(chunk, reading, stands)
-            if steps:
-                self._meter.compressed("out", octets.nbytes, frame.nbytes)
-                frame, held = to_frame(octets), None
-        answer = p.Pulled(reading.seq, chunk.number, number, True, stands, dropped, steps, adds)
-        if held is not None:
-            held.holds += 1
-        self._context.send(session, answer, (frame,), held)
+        reply(session, reading.seq, rule, reading.asks)
         return True
 
-    def _watch(
-        self, store: ServerStore, chunk: Chunk, reading: PendingRead, stands: tuple[p.Stand, ...]
-    ) -> tuple[p.Dropped, ...]:
-        """Note what is read, for rules that depend on it; return the updates of the asked elements that were
-        dropped, for workers that raise them."""
-        rank, updater = reading.session.rank, store.updater
-        if updater is not None and updater.tracks_pulls and BY_NAME[chunk.dtype].kind != "int":
-            state = store.state_of(chunk)
-            for ask in reading.asks:
-                updater.pulled(chunk.buffer.tensor, state, ask.start, ask.start + ask.size, rank)
-        for stand in () if store.ordered else stands:
-            self._meter.read(rank, chunk.number, stand.start, stand.version)
-        if store.drops is None:
-            return ()
-        return store.drops.among(chunk.number, None if store.ordered else rank, reading.asks)
-
-    def _holds(self, store: ServerStore, chunk: Chunk, reading: PendingRead) -> bool:
+    def holds(self, reading: PendingRead, rule: Rule) -> bool:
         """Return whether ``reading`` can be answered; if not, ``reading.at`` says where it must wait."""
-        if reading.call is not None:
-            return _is_loaded(store, chunk, reading, reading.call)
+        store = rule.store
         for index in range(reading.index, len(reading.asks)):
             ask = reading.asks[index]
             reading.index, reading.at = index, max(reading.at, ask.start)
-            for span in chunk.spans_in(reading.at, ask.start + ask.size):
+            for span in rule.chunk.spans_in(reading.at, ask.start + ask.size):
                 if store.ordered and span.version >= max(ask.after, ask.least):
                     continue
                 reading.at = max(reading.at, span.start)
                 if why_unreadable(store, span, ask, reading, self._context.quorum(store)):
                     return False
         return True
+
+    # --- answers --------------------------------------------------------------------------------
+
+    def reply_to(self, held: tuple[int, ...]) -> Reply:
+        """Return what answers a read whose sender holds these versions of the asked values, or none."""
+        return partial(self._lead, held) if held else plain
+
+    def whole(self, session: Session, seq: int, rule: Rule, asks: Asks, *beside: Any) -> None:
+        """Answer with the values, and with ``beside`` as the last fields of the answer."""
+        chunk, hold = rule.chunk, None
+        itemsize = chunk.type.itemsize
+        if len(asks) == 1 or all(ask.start + ask.size == other.start for ask, other in pairwise(asks)):
+            hold, last = chunk.buffer, asks[-1]
+            hold.holds += 1
+            frame = hold.octets[asks[0].start * itemsize : (last.start + last.size) * itemsize]
+        else:
+            weight = chunk.buffer.tensor
+            frame = to_frame(torch.cat([weight[ask.start : ask.start + ask.size] for ask in asks]))
+        stands = _stands(session, chunk, asks)
+        answer = p.Pulled(seq, chunk.number, chunk.type.id, True, stands, *beside)
+        self._context.send(session, answer, (frame,), hold)
+
+    def watched(self, session: Session, seq: int, rule: Rule, asks: Asks) -> None:
+        """Answer with the values where something depends on who has read what, or is told with them."""
+        self.whole(session, seq, rule, asks, self._watch(session, rule, asks))
+
+    def _lead(self, held: tuple[int, ...], session: Session, seq: int, rule: Rule, asks: Asks) -> None:
+        """Answer by steps from the versions that the worker holds, where there are some."""
+        chunk, store = rule.chunk, rule.store
+        dropped = self._watch(session, rule, asks) if store.watches_reads else ()
+        stands, adds = _stands(session, chunk, asks), False
+        is_apart = any(ask.start + ask.size != other.start for ask, other in pairwise(asks))
+        # One who reads values where they lie saves nothing by steps.
+        if is_apart or not self._chunks.memory.lends(session.route, (chunk.buffer.tensor,)):
+            adds = store.updater is not None
+            steps, octets = _steps(chunk, asks, held, stands)
+            if steps:
+                size = sum([ask.size for ask in asks]) * chunk.type.itemsize
+                self._meter.compressed("out", octets.nbytes, size)
+                answer = p.Pulled(seq, chunk.number, chunk.type.id, True, stands, dropped, steps, adds)
+                self._context.send(session, answer, (to_frame(octets),))
+                return
+        self.whole(session, seq, rule, asks, dropped, (), adds)
+
+    def _tell(self, session: Session, seq: int, rule: Rule, asks: Asks) -> None:
+        """Answer with versions alone."""
+        chunk = rule.chunk
+        answer = p.Pulled(seq, chunk.number, chunk.type.id, False, _stands(session, chunk, asks))
+        self._context.send(session, answer)
+
+    def _watch(self, session: Session, rule: Rule, asks: Asks) -> tuple[p.Dropped, ...]:
+        """Note what is read, for rules that depend on it; return the updates of the asked elements that were
+        dropped, for workers that raise them."""
+        rank, store, chunk, updater = session.rank, rule.store, rule.chunk, rule.store.updater
+        if updater is not None and updater.tracks_pulls and chunk.type.kind != "int":
+            state = store.state_of(chunk)
+            for ask in asks:
+                updater.pulled(chunk.buffer.tensor, state, ask.start, ask.start + ask.size, rank)
+        for stand in () if store.ordered else _stands(session, chunk, asks):
+            self._meter.read(rank, chunk.number, stand.start, stand.version)
+        if store.drops is None:
+            return ()
+        return store.drops.among(chunk.number, None if store.ordered else rank, asks)
 
     def _read_rows(self, reading: PendingRowRead) -> None:
         """Answer a request for rows, or let it wait at the first piece that lacks something."""
@@ -220,11 +242,18 @@ class Answers:
         self._context.send(session, answer, tuple([to_frame(frame) for frame in frames]))
 
 
-def _is_loaded(store: ServerStore, chunk: Chunk, reading: PendingRead, call: int) -> bool:
-    """Return whether the value of ``call`` is loaded in all that ``reading`` asks for.
+def plain(session: Session, seq: int, rule: Rule, asks: Asks) -> None:
+    """Answer a read of whole values, as the rule of the chunk has it by then."""
+    rule.reply(session, seq, rule, asks)
+
+
+def _is_loaded(reading: PendingRead, rule: Rule) -> bool:
+    """Return whether the value of ``reading.call`` is loaded in all that ``reading`` asks for.
 
     All is looked at each time: the value may have been begun anew, by another life of its creator.
     """
+    store, chunk, call = rule.store, rule.chunk, reading.call
+    assert call is not None
     chunk.validate(reading.asks, are_whole=False)
     for index, ask in enumerate(reading.asks):
         at = store.lacks(chunk, ask.start, ask.start + ask.size, call)
@@ -232,6 +261,17 @@ def _is_loaded(store: ServerStore, chunk: Chunk, reading: PendingRead, call: int
             reading.index, reading.at = index, at
             return False
     return True
+
+
+def _stands(session: Session, chunk: Chunk, asks: Asks) -> tuple[p.Stand, ...]:
+    """Return the versions of what is asked for, span by span, and the pushes that the asker owes."""
+    found: list[p.Stand] = []
+    for start, size, _, _ in asks:
+        stop = start + size
+        for span in chunk.spans if len(chunk.spans) == 1 else chunk.spans_in(start, stop):
+            begin, end = max(span.start, start), min(span.stop, stop)
+            found.append(_stand((begin, end - begin, span.version, span.owed(session.rank))))
+    return tuple(found)
 
 
 def why(
@@ -302,8 +342,8 @@ def check_held(held: Sequence[int], runs: Sequence[p.Ask] | Sequence[p.Run]) -> 
         raise ProtocolError(f"{len(runs)} runs, and versions held of {len(held)} of them")
 
 
-def _lead(
-    chunk: Chunk, reading: PendingRead, stands: tuple[p.Stand, ...]
+def _steps(
+    chunk: Chunk, asks: Asks, has: tuple[int, ...], stands: tuple[p.Stand, ...]
 ) -> tuple[tuple[p.Steps, ...], torch.Tensor]:
     """Return the steps from the versions that the worker holds to the asked values, and their bytes.
 
@@ -312,7 +352,7 @@ def _lead(
     """
     steps: list[p.Steps] = []
     octets: list[torch.Tensor] = []
-    held = dict(zip([(ask.start, ask.size) for ask in reading.asks], reading.held, strict=True))
+    held = dict(zip([(ask.start, ask.size) for ask in asks], has, strict=True))
     for stand in stands:
         missing = None
         if chunk.back is not None and (stand.start, stand.size) in held:

@@ -30,6 +30,7 @@ from kvps.protocol.stores import Declare, Open, SetState
 from kvps.protocol.values import Pull, Push, PushRows, PushTables
 
 _packet, _send = maker(Packet), maker(Send)
+PUSHES = Push, PushRows, PushTables
 
 
 class StoreQuorum(NamedTuple):
@@ -94,6 +95,12 @@ class RequestContext:
         """By store, as of the view and the joins that it was made of."""
         self.outside: dict[str, frozenset[int]] = {}
         """Store that goes on without lost workers -> the ranks whose replacement has not entered it."""
+        self.hear = self.check_request
+        """Checks a request; where some are outside, also lets its sender in."""
+        self.entered: Callable[[], None]
+        """Called when a replacement has entered a store: rounds of its predecessor may be complete."""
+        self.at_ends: list[Callable[[], None]] = []
+        """Called at the end of each door, in order."""
         self.was_copied = False
         """The stores are those of another server, which has met all ranks."""
         self.has_news = False
@@ -167,23 +174,24 @@ class RequestContext:
                 if isinstance(span, FreeSpan):
                     span.admit(rank, self.quorum(store).live)
 
-    def hear_outsider(self, message: Message, session: Session) -> bool:
-        """Count a replacement in a store from its first push on, or from its question what it owes.
-
-        Returns:
-            Whether it counts from now on: rounds for which its predecessor has pushed may be complete.
-        """
+    def _hear_outsider(self, message: Message, session: Session) -> None:
+        """Check a request, and count a replacement in a store from its first push on, or from its question
+        what it owes."""
+        self.check_request(message, session)
+        is_in = False
         match message:
             case Push() | PushTables():
-                return self._let_in(self.store_of(message.chunk), message.ranks)
+                is_in = self._let_in(self.store_of(message.chunk), message.ranks)
             case PushRows():
-                return self._let_in(self.store(message.store), message.ranks)
+                is_in = self._let_in(self.store(message.store), message.ranks)
             case Pull(values=False):
-                return self._let_in(self.store_of(message.chunk), (session.rank,))
+                is_in = self._let_in(self.store_of(message.chunk), (session.rank,))
             case History():
-                return self._let_in(self.store(message.store), (session.rank,))
+                is_in = self._let_in(self.store(message.store), (session.rank,))
             case _:
-                return False
+                pass
+        if is_in:
+            self.entered()
 
     def _let_in(self, store: ServerStore, ranks: Iterable[int]) -> bool:
         outside = self.outside.get(store.name, frozenset())
@@ -199,6 +207,7 @@ class RequestContext:
         self.outside[store.name] = ranks
         if not ranks:
             del self.outside[store.name]
+        self.hear = self._hear_outsider if self.outside else self.check_request
         for rank in entered:
             self.start_clock(store, rank)
 
@@ -308,7 +317,7 @@ class RequestContext:
             Overload: if too much of it waits for an answer.
         """
         rank = session.rank
-        if isinstance(message, Push | PushRows | PushTables):
+        if isinstance(message, PUSHES):
             if message.ranks != (rank,) and not self._may_merge(message, rank):
                 raise Unauthorized(
                     f"worker {rank} pushes for ranks {message.ranks!s:.60}: it may push for itself, and "

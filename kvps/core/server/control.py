@@ -186,7 +186,6 @@ class Control:
                 else:
                     self._ingest.close(rule, span, quorum, now)
         self._rules.move_tables()
-        self._rules.report()
         for chunk in self._chunks.of_store(store.name):
             self._answers.wake(chunk.woken(0, chunk.used))
 

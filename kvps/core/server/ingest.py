@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain, repeat
-from operator import attrgetter
+from functools import partial
+from itertools import repeat
 
 import torch
 
@@ -27,12 +27,12 @@ from kvps import protocol as p
 from kvps.compression import spec
 from kvps.compression.codecs import decode
 from kvps.core.gradients import DenseGradient, GradientSum
-from kvps.core.server.answer import Answers, check_held
-from kvps.core.server.chunks.rounds import PendingUpdate, Span, Verdict
+from kvps.core.server.answer import Answers, check_held, plain
+from kvps.core.server.chunks.rounds import COUNTED, EARLY, PendingUpdate, Span, Verdict
 from kvps.core.server.context import RequestContext, StoreQuorum
 from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.rules.rows import KeyRows
-from kvps.core.server.rules.rule import FORMS_MAX, JudgedPush, PushedRange, Rule
+from kvps.core.server.rules.rule import FORMS_MAX, Counted, JudgedPush, PushedRange, Reply, Rule
 from kvps.core.server.rules.table import TableRows
 from kvps.core.server.sessions import PendingRead, Session
 from kvps.dtypes import BY_ID, BY_NAME
@@ -55,7 +55,9 @@ class Ingest:
         self._meter = context.meter
         self._answers = answers
         self._book = book
+        self._rule = answers.rule = book.rule
         book.takes = self._move, self._count
+        book.replies = answers.whole, answers.watched
         self._closing: dict[int, float] = {}
         """Chunk -> when the first of its rounds closes whose quorum is in."""
 
@@ -63,33 +65,55 @@ class Ingest:
 
     def push(self, session: Session, seq: int, message: p.Push, packet: Packet) -> None:
         """Take in gradients for runs of a chunk."""
-        rule = self._book.rule(message.chunk)
-        chunk, store, runs, form = rule.chunk, rule.store, message.runs, None
-        if len(runs) == len(message.ranks) == 1:  # forms of many ranks would take much memory
-            odd = len(message.since), message.code, message.back, message.held
-            form = (*runs[0][:2], message.dtype, message.ranks, message.weight, *odd)
+        rule, runs, ranks, form = self._rule(message.chunk), message.runs, message.ranks, None
+        if len(runs) == len(ranks) == 1:  # forms of many ranks would take much memory
+            odd = len(message.since), message.code, message.back, message.held, message.step
+            form = (*runs[0][:2], message.dtype, ranks, message.weight, *odd)
+        chunk, payload, pushed = rule.chunk, packet.payload, None
+        reply: Reply = plain
         if form in rule.known:
-            gradient = DenseGradient.of(packet.payload, message.dtype, is_lent=bool(packet.loans))
+            gradient = DenseGradient.of(payload, message.dtype, is_lent=bool(packet.loans))
+            pushed = self._next(rule, message, gradient)
         else:
-            gradient = self._checked(rule, message, packet)
-            is_plain = message.code is message.back is None and not message.held
+            gradient, reply = self._checked(rule, message, packet), self._answers.reply_to(message.held)
+            is_plain = not (message.code or message.back or message.held or message.step)
             if form is not None and is_plain and len(rule.known) < FORMS_MAX:
                 rule.known.add(form)
-        judged = self.judge(rule, message, gradient)
-        if not self.apply(judged, packet.payload):
+        if pushed is not None:
+            self._take(message, (pushed,), payload)
+        elif not self.apply(self.judge(rule, message, gradient), payload):
             return  # not taken in: the worker will probe, and send it again
-        self._meter.on_values(chunk.number, runs, BY_NAME[chunk.dtype].itemsize)
-        if message.pull:
-            asks: list[p.Ask] = []
+        is_read = message.pull
+        self._meter.on_values(chunk.number, runs, chunk.type.itemsize << is_read)
+        if is_read:
+            asks, is_there = [], rule.store.ordered
             for start, size, number in runs:
                 asks.append(_ask((start, size, number + 1, 0)))
-            reading = PendingRead(session, seq, store.name, chunk.number, True, tuple(asks), message.held)
-            if self._answers.read(reading, store, chunk) or gradient.is_lent:
+                for span in chunk.spans if len(chunk.spans) == 1 else chunk.spans_in(start, start + size):
+                    is_there = is_there and span.version > number
+            if is_there:
+                session.pending.pop(seq, None)
+                reply(session, seq, rule, tuple(asks))
+                return
+            again = partial(self._answers.read, self._answers.holds, reply)
+            reading = PendingRead(session, seq, chunk.store, chunk.number, tuple(asks), again)
+            if again(reading, is_woken=False) or gradient.is_lent:
                 return  # no window waits for the receipt of what is lent; its values will do
         version = min(
-            [span.version for run in runs for span in chunk.spans_in(run.start, run.start + run.size)]
+            [span.version for start, size, _ in runs for span in chunk.spans_in(start, start + size)]
         )
         self._acknowledge(session, seq, version)
+
+    def _next(self, rule: Rule, push: p.Push, gradient: DenseGradient) -> PushedRange | None:
+        """Return what a push of a known form has for one span, if it counts there in the next round: what
+        :meth:`judge` would find, for less."""
+        ((start, size, number),), spans, since = push.runs, rule.chunk.spans, (*push.since, None)[0]
+        if len(spans) > 1:
+            spans = [*rule.chunk.spans_in(start, start + size)]
+        is_next = len(spans) == 1 and number <= spans[0].version and not rule.is_new
+        if not is_next or spans[0].judge(push.ranks, number, since) is not COUNTED:
+            return None
+        return _range((rule, start, start + size, number, gradient, since))
 
     def _checked(self, rule: Rule, message: p.Push, packet: Packet) -> DenseGradient:
         """Check what a push is, whatever was pushed before; return its values.
@@ -175,7 +199,7 @@ class Ingest:
         for (piece, part), number in zip(cut, numbers, strict=False):
             rule, stop = self._book.rule(piece.chunk), piece.start + piece.size
             rule.check_rows(message.ranks)
-            ranges.append(PushedRange(rule, piece.start, stop, number, part))
+            ranges.append(_range((rule, piece.start, stop, number, part, None)))
         judged = JudgedPush(store, message.ranks, len(message.ranks))
         self._judge(judged, ranges, None)
         if isinstance(target, TableRows) and judged.ranges:
@@ -198,10 +222,10 @@ class Ingest:
         Raises:
             ProtocolError, Mismatch, ConfigError, KeyNotFound: if it is refused.
         """
-        runs, ranges, begin = message.runs, [], 0
-        for (start, size, number), before in zip(runs, chain(message.since, repeat(None)), strict=False):
-            part = gradient if len(runs) == 1 else gradient.part(begin, begin + size)
-            ranges.append(PushedRange(rule, start, start + size, number, part, before))
+        ranges, begin = [], 0
+        for (start, size, number), since in zip(message.runs, message.since or repeat(None), strict=False):
+            part = gradient if len(message.runs) == 1 else gradient.part(begin, begin + size)
+            ranges.append(_range((rule, start, start + size, number, part, since)))
             begin += size
         judged = JudgedPush(rule.store, message.ranks, message.weight, message.back)
         self._judge(judged, ranges, message.step)
@@ -209,32 +233,34 @@ class Ingest:
 
     def _judge(self, judged: JudgedPush, pushed: list[PushedRange], step: p.StepPart | None) -> None:
         """Note which of these ranges count."""
-        store, ranks = judged.store, judged.ranks
-        verdicts: list[Verdict] = []
+        store, ranks, ahead = judged.store, judged.ranks, 0
         counted: list[PushedRange] = []
-        ahead = 0
+        others: list[Verdict] = []
         for item in pushed:
+            rule, start, stop, number, _, since = item
             taken: list[Span] = []
-            begin = len(verdicts)
-            spans = item.rule.chunk.spans
-            for span in spans if len(spans) == 1 else item.rule.chunk.spans_in(item.start, item.stop):
-                verdict = span.judge(ranks, item.number, item.since)
-                verdicts.append(verdict)
-                if verdict is Verdict.COUNTED:
+            is_whole, spans = True, rule.chunk.spans
+            for span in spans if len(spans) == 1 else rule.chunk.spans_in(start, stop):
+                verdict = span.judge(ranks, number, since)
+                if verdict is COUNTED:
                     taken.append(span)
-                    ahead = max(ahead, item.number - span.version)
-            if len(taken) == len(verdicts) - begin:
+                    if number - span.version > ahead:
+                        ahead = number - span.version
+                else:
+                    is_whole = False
+                    others.append(verdict)
+            if is_whole:
                 counted.append(item)  # in one piece, so that its spans may be joined
             else:
                 counted += map(item.part, taken)
-        if Verdict.CONFLICT in verdicts:
+        if Verdict.CONFLICT in others:
             raise ProtocolError(f"a push for ranks {list(ranks)}: some were counted, some were not")
-        if Verdict.EARLY in verdicts or (ahead and store.ordered and not store.budget.has_room_for(ahead)):
+        if EARLY in others or (ahead and store.ordered and not store.budget.has_room_for(ahead)):
             return
-        judged.verdict, judged.ranges = Verdict.COUNTED if counted else Verdict.DUPLICATE, counted
-        for rule in dict.fromkeys(map(_RULE, counted)):
-            if rule.is_new:
-                rule.check_counted(judged, step)
+        judged.verdict, judged.ranges = COUNTED if counted else Verdict.DUPLICATE, counted
+        for item in counted:
+            if item.rule.is_new:
+                item.rule.check_counted(judged, step)
                 if judged.back is not None:
                     store.budget.demand_residuals(store.name)
 
@@ -248,54 +274,60 @@ class Ingest:
         Returns:
             Whether the push is taken in, now or before.
         """
-        if judged.verdict is not Verdict.COUNTED:
+        if judged.verdict is not COUNTED:
             self._meter.on_push(judged.verdict.value, judged.ranks, payload)
             return judged.verdict is Verdict.DUPLICATE
-        quorum = self._context.quorum(judged.store)
-        for item in judged.ranges:
-            if item.rule.is_new:
-                if judged.back is not None:
-                    self._publish(item)
-                item.rule.prepare()
-        self._book.is_torn = True
-        for item in judged.ranges:
-            self._chunks.pushed.add(item.rule.chunk.number)
-            spans = item.rule.cut(item.start, item.stop)
-            for span in spans:
-                part = item if len(spans) == 1 else item.part(span)
-                item.rule.take(judged, part, span, quorum)
-        self._book.is_torn = False
-        if judged.store.drops is not None:
-            self._book.report()
-        self._meter.on_push("counted", judged.ranks, payload)
+        if any(item.rule.is_new for item in judged.ranges):
+            self._prepare(judged)
+        self._take(judged, judged.ranges, payload)
         return True
 
-    def _publish(self, item: PushedRange) -> None:
-        """Let a chunk keep a compressed history from the first push on that wants its update so."""
-        chunk = item.rule.chunk
-        if chunk.back is None:
-            chunk.publish()
-            self._book.recompose()
-        item.rule = self._book.rule(chunk.number)
+    def _take(self, push: Counted, ranges: Sequence[PushedRange], payload: Sequence[memoryview]) -> None:
+        """Take in the parts of a push that count."""
+        quorum = self._context.quorum(ranges[0].rule.store)
+        self._book.is_torn = True
+        for item in ranges:
+            rule = item.rule
+            self._chunks.pushed.add(rule.chunk.number)
+            spans = rule.cut(item.start, item.stop)
+            for span in spans:
+                rule.take(push, item if len(spans) == 1 else item.part(span), span, quorum)
+        self._book.is_torn = False
+        self._meter.on_push("counted", push.ranks, payload)
 
-    def _move(self, judged: JudgedPush, pushed: PushedRange, span: Span, quorum: StoreQuorum) -> None:
+    def _prepare(self, judged: JudgedPush) -> None:
+        """Make what the rules of a push need; those of a chunk keep a compressed history from the first push
+        on that wants its update so."""
+        ranges = []
+        for item in judged.ranges:
+            chunk = item.rule.chunk
+            if judged.back is not None and chunk.back is None:
+                chunk.publish()
+                self._book.recompose()
+            rule = self._rule(chunk.number)
+            rule.prepare()
+            ranges.append(item._replace(rule=rule))
+        judged.ranges = ranges
+
+    def _move(self, push: Counted, pushed: PushedRange, span: Span, quorum: StoreQuorum) -> None:
         """Apply a push by itself."""
-        rule, store, ranks = pushed.rule, judged.store, judged.ranks
+        rule, ranks = pushed.rule, push.ranks
         span.note(ranks, pushed.number)  # or a read that is woken would take it for applied before its turn
         age = self._meter.stale(ranks, rule.chunk.number, span.start, span.version)
         total = GradientSum((pushed.gradient,))
         span.moved_at = self._meter.now
-        rule.apply(span, PendingUpdate(pushed.number, ranks, total, (ranks,), {judged.back}, age=age))
-        self._meter.moved(store.name, span.version)
+        rule.apply(span, PendingUpdate(pushed.number, ranks, total, (ranks,), (push.back,), age=age))
+        self._meter.moved(rule.store.name, span.version)
 
-    def _count(self, judged: JudgedPush, pushed: PushedRange, span: Span, quorum: StoreQuorum) -> None:
+    def _count(self, push: Counted, pushed: PushedRange, span: Span, quorum: StoreQuorum) -> None:
         """Count a push in its round, and close the round if it is complete."""
-        rule, ranks, now = pushed.rule, judged.ranks, self._meter.now
+        rule, ranks, now = pushed.rule, push.ranks, self._meter.now
         round_ = span.take(ranks, pushed.number, now)
-        self._meter.on_count(judged.store.name, ranks, round_.opened_at)
-        round_.step = judged.step
-        round_.backs.add(judged.back)
-        round_.add(ranks, pushed.gradient, keep=rule.keeps_all, weight=judged.weight)
+        self._meter.on_count(rule.store.name, ranks, round_.opened_at)
+        round_.step = push.step
+        round_.add(ranks, pushed.gradient, keep=rule.keeps_all, weight=push.weight)
+        if push.back not in round_.backs:
+            round_.backs += (push.back,)
         if quorum.enough <= round_.ranks:
             self.close(rule, span, quorum, now)
 
@@ -326,9 +358,9 @@ class Ingest:
 
     def _close_first(self, rule: Rule, span: Span, *, is_short: bool = False) -> Sequence[Span]:
         """Close the oldest round of ``span``; return the spans that were split off from it."""
-        closed, stop, opened = span.rounds.popleft(), span.stop, rule.store.opened
-        self._meter.on_close(opened.store, closed.number, closed.opened_at, is_short=is_short)
-        rule.apply(span, closed.update(average=opened.average))
+        closed, stop = span.rounds.popleft(), span.stop
+        self._meter.on_close(rule.store.name, closed.number, closed.opened_at, is_short=is_short)
+        rule.apply(span, rule.sum_up(closed))
         return list(rule.chunk.spans_in(span.stop, stop)) if span.stop < stop else ()
 
     def drop(self, chunks: Collection[int]) -> None:
@@ -350,8 +382,6 @@ class Ingest:
             for span in list(rule.chunk.spans):
                 self.close(rule, span, quorum, now)
         self._book.move_tables()
-        self._book.report()
 
 
-_RULE = attrgetter("rule")
-_ask = maker(p.Ask)
+_ask, _range = maker(p.Ask), maker(PushedRange)

@@ -57,6 +57,8 @@ TELL_AFTER_S = 1.0
 """Seconds that a round must have been open for the scheduler to be told of it."""
 FREE = frozenset(("left", "vacant"))
 """The states of seats that a worker may be added to."""
+UNASKED = p.Pong, p.Probe, p.Revive
+"""The messages of workers that are heard however many requests wait, and are no sign of a rank's life."""
 ANSWERS = frozenset((p.Welcome, p.Error))
 """The messages of other servers that answer one of ours."""
 WANTED, STAYS = 7, 8
@@ -133,7 +135,7 @@ class Server(Core):
         self._was_promoted = False
         """It has taken the seat that it followed, with all that was there."""
         self._serve = self._on_worker
-        """Does what a worker asks; while the seat moves, less."""
+        """Does what a worker asks; while the seat moves, less, and with a copy, tells that of it."""
         self._restoring: deque[Iterator[None]] = deque()
         """Restorations that have begun: another item, another block is restored."""
         self._retires = ""
@@ -188,25 +190,17 @@ class Server(Core):
             try:
                 if packet.envelope.role is Role.WORKER:
                     self._serve(route, packet, now)
-                    if self._replicator is not None:
-                        self._replicator.note(packet.message)
                 elif packet.envelope.role is Role.READER:
                     self.readers.on_reader(route, packet, now)
                 else:
                     self._on_server(route, packet, now)
             except KvpsError as error:
                 self._refuse(route, packet.envelope, error)
-                if self._replicator is not None:
-                    self._replicator.note_all()  # what was refused to one may be refused to all
             if not self.checkpointer.taking.taken:
                 self.checkpointer.look(self.control)
         elif self._follower is not None and type(packet.message) is p.Welcome:
             self._follower.on_welcome()
-        if self._replicator is not None:
-            self._replicator.seal()
-        for effect in self._outbox:  # as _flush(), which would be one call more
-            self.outbox.append(effect)
-        self._outbox.clear()
+        self._flush()
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
         """A packet caused an unexpected error: its sender is told, and nothing was changed.
@@ -306,8 +300,8 @@ class Server(Core):
 
     def _flush(self) -> None:
         """Have the effects performed that were not performed yet; a door ends with this."""
-        if self._replicator is not None:
-            self._replicator.seal()
+        for finish in self.context.at_ends:
+            finish()
         for effect in self._outbox:
             self.outbox.append(effect)
         self._outbox.clear()
@@ -385,8 +379,11 @@ class Server(Core):
 
     def _replicate(self) -> None:
         """Copy all that is held here to the standbys that views will name."""
-        self._replicator = Replicator(self.member, self._outbox, self.publications)
-        self.member.standing = self._replicator.standing
+        self._copy_by(Replicator(self.member, self._outbox, self.publications))
+
+    def _copy_by(self, replicator: Replicator) -> None:
+        self._replicator, self.member.standing = replicator, replicator.standing
+        self._serve = partial(self._serve_and_copy, replicator)
 
     def _reset(self, lives: dict[int, int], *, replaces: bool = False) -> None:
         """Drop all stores and sessions; ``lives`` are the workers' incarnations."""
@@ -400,6 +397,7 @@ class Server(Core):
         self._restoring.clear()
         chunks = Chunks(self._memory, server, servers, self._tier and self._tier())
         self.context = RequestContext(self.member, chunks, self._outbox, lives, self.counts, self._limits)
+        self.context.entered = self._on_entered
         self.answers = Answers(self.context)
         self.rules = RuleBook(self.context, self.answers.wake, workers, self._threads)
         self.ingest = Ingest(self.context, self.answers, self.rules)
@@ -485,9 +483,8 @@ class Server(Core):
         if is_moving and any(each.state == "empty" for each in standbys) and not self._retires:
             self._outbox.append(Finish(WANTED))
         if is_moving and mine and self._replicator is None:
-            self._replicator = mover = Handover(self.member, self._outbox, self.publications)
-            self._serve = partial(self._unless_left, mover)
-            self.member.standing = mover.standing
+            mover = Handover(self.member, self._outbox, self.publications)
+            self._copy_by(mover)
             mover.attach(self.context, self.control, self.rules)
             self.rules.recompose()
         if self._replicator is not None:
@@ -499,10 +496,22 @@ class Server(Core):
             self._serve = self._on_worker
             self.rules.recompose()
 
-    def _unless_left(self, mover: Handover, route: Route, packet: Packet, now: float) -> None:
-        """Do what a worker asks, unless it is left to the next holder of the seat."""
-        if isinstance(packet.message, p.Hello | p.Pong) or not mover.leaves(packet.message, now):
+    def _serve_and_copy(self, copier: Replicator, route: Route, packet: Packet, now: float) -> None:
+        """Do what a worker asks, unless it is left to the next holder of the seat, and have it copied."""
+        if not isinstance(packet.message, p.Hello | p.Pong) and copier.leaves(packet.message, now):
+            return
+        try:
             self._on_worker(route, packet, now)
+        except KvpsError:
+            copier.note_all()  # what was refused to one may be refused to all
+            raise
+        copier.note(packet.message)
+
+    def _on_entered(self) -> None:
+        """A replacement has entered a store."""
+        self.control.retry_pending()
+        if self._replicator is not None:
+            self._replicator.note_all()
 
     def _has_seat(self, view: p.View) -> bool:
         """Return whether a view names this server for its seat."""
@@ -583,7 +592,7 @@ class Server(Core):
             KvpsError: if it cannot be done; nothing was changed.
         """
         message, seq = packet.message, packet.envelope.seq
-        context, ingest, answers, control = self.context, self.ingest, self.answers, self.control
+        context, control = self.context, self.control
         if isinstance(message, p.Hello):
             self._on_hello(route, packet.envelope, message)
             self._heard_at = now
@@ -591,27 +600,22 @@ class Server(Core):
         self._heard_at = now
         session = context.sessions[packet.envelope.rank]
         session.route = route
-        if isinstance(message, p.Pong):
-            context.hear_pong(session, message)
-            return
-        if not isinstance(message, p.Probe | p.Revive):
-            context.check_request(message, session)
+        if not isinstance(message, UNASKED):
+            context.hear(message, session)
             session.asked_at = now
-            if context.outside and context.hear_outsider(message, session):
-                control.retry_pending()
-                if self._replicator is not None:
-                    self._replicator.note_all()
         match message:
             case p.Push():
-                ingest.push(session, seq, message, packet)
+                self.ingest.push(session, seq, message, packet)
             case p.Pull():
-                answers.pull(session, seq, message)
+                self.answers.pull(session, seq, message)
             case p.PushRows() | p.PushTables():
-                ingest.push_rows(session, seq, message, packet)
+                self.ingest.push_rows(session, seq, message, packet)
             case p.PullRows() | p.PullChanged() | p.PullTables():
-                answers.pull_rows(session, seq, message, packet.payload)
+                self.answers.pull_rows(session, seq, message, packet.payload)
+            case p.Pong():
+                context.hear_pong(session, message)
             case p.Load():
-                ingest.load(session, seq, message, packet)
+                self.ingest.load(session, seq, message, packet)
             case p.Tell():
                 control.rebuilds.tell(message)
                 context.send(session, p.Done(seq))

@@ -184,10 +184,11 @@ class PendingRead:
     seq: int
     store: str
     chunk: int
-    values: bool
     asks: tuple[Ask, ...]
-    held: tuple[int, ...] = ()
-    """The version that the worker holds of each ask, or -1; empty if it wants whole values."""
+    again: Callable[..., object]
+    """Answers it if its conditions hold by now."""
+    values: bool = True
+    """Whether it wants values, and not only versions."""
     index: int = 0
     """Index of the first ask whose condition does not hold."""
     at: int = 0

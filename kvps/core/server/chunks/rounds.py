@@ -69,6 +69,9 @@ class Verdict(enum.Enum):
     """It speaks for ranks of which some have been counted and some have not."""
 
 
+COUNTED, EARLY = Verdict.COUNTED, Verdict.EARLY
+
+
 @dataclass(slots=True)
 class Round:
     """The pushes of one number.
@@ -85,11 +88,11 @@ class Round:
     ranks: set[int] = field(default_factory=set)
     parts: dict[tuple[int, tuple[int, ...]], Part] = field(default_factory=dict)
     """(Kind, ranks) -> their gradients: as they came, or added up (kind -1). A sum has them in this order."""
-    backs: set[CodecSpec | None] = field(default_factory=set)
-    """The codecs in which its pushes want the update."""
+    backs: tuple[CodecSpec | None, ...] = ()
+    """The different codecs in which its pushes want the update."""
     weights: list[float] = field(default_factory=list)
     """The weight of each push in the mean."""
-    moved: set[int] = field(default_factory=set)
+    moved: frozenset[int] = frozenset()
     """Ranks whose push here had the number of an earlier round."""
     closes_at: float | None = None
     """When it closes without the ranks that it lacks; None while its quorum is not in, or it is
@@ -106,11 +109,12 @@ class Round:
             keep: sums must be taken in rank order.
             weight: the weight by which ``gradient`` is multiplied already.
         """
-        if len(self.parts) > 1 and not keep and len(self.parts) >= (LENT_MAX if gradient.is_lent else 2):
+        parts = self.parts
+        if len(parts) > 1 and not keep and len(parts) >= (LENT_MAX if gradient.is_lent else 2):
             self._add_up()
         self.ranks.update(ranks)
         self.weights.append(weight)
-        self.parts[gradient.kind, tuple(sorted(ranks))] = gradient
+        self.parts[gradient.kind, ranks if len(ranks) == 1 else tuple(sorted(ranks))] = gradient
 
     def _add_up(self) -> None:
         """Let the sum of the gradients take their place."""
@@ -125,13 +129,16 @@ class Round:
 
     def sum(self) -> GradientSum:
         """Return the sum; in rank order where all pushes were kept, of either kind by itself."""
-        return self.update(average=False).sum
+        return self.total().sum
 
-    def update(self, *, average: bool) -> PendingUpdate:
-        """Return the update that closes this round: the sum, or the mean by weight, dense gradients first."""
-        order = sorted(self.parts)
+    def mean(self) -> PendingUpdate:
+        """Return the update that closes this round in a store of means: the mean by weight."""
         # fsum() gives the same bits in whatever order the pushes came.
-        divisor = math.fsum(self.weights) if average else 1
+        return self.total(math.fsum(self.weights))
+
+    def total(self, divisor: float = 1) -> PendingUpdate:
+        """Return the update that closes this round: the sum by ``divisor``, dense gradients first."""
+        order = sorted(self.parts)
         parts = tuple(map(self.parts.__getitem__, order))
         is_own = divisor == len(parts) == 1 and parts[0].may_be_sum
         total = (OwnSum if is_own else GradientSum)(parts, divisor)
@@ -139,8 +146,7 @@ class Round:
 
     def cut(self, at: int) -> Round:
         """Split off the elements from ``at`` on; both halves share this round's memory."""
-        right = replace(self, ranks=set(self.ranks), backs=set(self.backs), parts={})
-        right.weights, right.moved = list(self.weights), set(self.moved)
+        right = replace(self, ranks=set(self.ranks), parts={}, weights=list(self.weights))
         for whose, gradient in self.parts.items():
             self.parts[whose] = gradient.part(0, at)
             right.parts[whose] = gradient.part(at, len(gradient))
@@ -222,12 +228,15 @@ class Span:
             number: its number.
             since: where late pushes count, the number after the sender's push before this one.
         """
-        pushed = [*map(self.pushed.get, ranks, repeat(0))]
         first = self.version + len(self.due)
-        low, high = max(min(pushed), first), max(max(pushed), first)
+        low = high = self.pushed.get(ranks[0], 0)
+        if len(ranks) > 1:
+            pushed = [*map(self.pushed.get, ranks, repeat(0))]
+            low, high = min(pushed), max(pushed)
+        low, high = max(low, first), max(high, first)
         if number != low or number != high:
             return _verdict(number, low)
-        return Verdict.EARLY if number - self.version >= WINDOW else Verdict.COUNTED
+        return EARLY if number - self.version >= WINDOW else COUNTED
 
     def note(self, ranks: tuple[int, ...], number: int) -> None:
         """Remember that push ``number`` of ``ranks`` is in."""
@@ -356,7 +365,7 @@ class LateSpan(Span):
         """Remember that push ``number`` of ``ranks`` is in; return the round in which it counts."""
         round_ = Span.take(self, ranks, self._place(ranks, number), now)
         if round_.number != number:
-            round_.moved.update(ranks)
+            round_.moved |= {*ranks}
             self.note(ranks, number)
         return round_
 

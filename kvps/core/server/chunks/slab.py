@@ -93,6 +93,7 @@ class Chunk:
         self.number = number
         self.store = store
         self.dtype = dtype
+        self.type = BY_NAME[dtype]
         self.summed_in = TORCH[summed_in(dtype)]
         """The type in which gradients of its elements are summed."""
         self.capacity = capacity

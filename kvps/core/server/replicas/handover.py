@@ -40,7 +40,7 @@ class Handover(Replicator):
     """From when on no round is opened; infinite before all that lies still was sent."""
 
     def leaves(self, message: Message, now: float) -> bool:
-        """Whether a worker's request is left unanswered."""
+        """See :meth:`Replicator.leaves`; all are, once the next holder has what this server has."""
         if self.is_level and self._standby:
             return True
         if now < self._gate_at:

@@ -114,6 +114,7 @@ class Replicator:
         self._context, self._control, self._rules = context, control, rules
         self._chunks = context.chunks
         context.outbox = self
+        context.at_ends.append(self.seal)
         rules.watch = self._watch
         self._replacements: set[int] = set()
         """The ranks whose process has taken another's place, and has pushed nothing yet."""
@@ -127,6 +128,7 @@ class Replicator:
         self.learn(0)
         self.seal()
         self._context.outbox = self._outbox
+        self._context.at_ends.remove(self.seal)
         self._rules.watch = None
 
     def append(self, effect: Effect) -> None:
@@ -135,6 +137,10 @@ class Replicator:
             self._fresh.append(self._owing(effect) if self._replacements else effect)
         else:
             self._outbox.append(effect)
+
+    def leaves(self, message: Message, now: float) -> bool:
+        """Whether a worker's request is left unanswered."""
+        return False
 
     # --- the standby --------------------------------------------------------------------------
 

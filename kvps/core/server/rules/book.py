@@ -18,6 +18,7 @@ from kvps.core.server.rules.rule import (
     Gate,
     Optimize,
     Refused,
+    Reply,
     Rule,
     Take,
     Watched,
@@ -71,6 +72,8 @@ class RuleBook:
         have to be composed anew after it is set."""
         self.takes: tuple[Take, Take]
         """How pushes are taken in: each by itself, and by rounds."""
+        self.replies: tuple[Reply, Reply]
+        """How reads of whole values are answered: by values alone, and where something depends on reads."""
         self._rules = Composed(self._compose)
         self.rule: Callable[[int], Rule] = self._rules.__getitem__
         """Returns the rule of a chunk, by its number; raises ProtocolError if there is no such chunk."""
@@ -97,7 +100,10 @@ class RuleBook:
         chunk = self._chunks.at(number)
         mover = self._mover(self._context.stores[chunk.store], chunk)
         rule = self._gated(mover if self.watch is None else Watched(mover, self.watch))
-        rule.take = self.takes[rule.store.ordered]
+        store = rule.store
+        rule.take, rule.reply = self.takes[store.ordered], self.replies[store.watches_reads]
+        if store.drops is not None and self.report not in self._context.at_ends:
+            self._context.at_ends.insert(0, self.report)
         return rule
 
     def _mover(self, store: ServerStore, chunk: Chunk) -> Rule:
@@ -211,7 +217,6 @@ class RuleBook:
             self.is_torn = True
             self.norms.settle(store, norm)
             self.is_torn = False
-        self.report()
 
     def hear_step(self, message: p.StepNorm, server: int) -> None:
         """Take in another server's part of a step, and apply the step if that completes it.

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,29 +28,31 @@ from kvps.compression.spec import CodecSpec
 from kvps.core.gradients import Part
 from kvps.core.optim.base import State, Terms, Updater
 from kvps.core.row_gradients import RowGradient
-from kvps.core.server.chunks.rounds import PendingUpdate, Span, Verdict
+from kvps.core.server.chunks.rounds import PendingUpdate, Round, Span, Verdict
 from kvps.core.server.chunks.slab import Chunk, NamedTables
 from kvps.core.server.context import StoreQuorum
 from kvps.core.server.meter import Meter
 from kvps.core.server.rules import rows
-from kvps.core.server.sessions import PendingRead
+from kvps.core.server.sessions import PendingRead, Session
 from kvps.core.server.store import ServerStore
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import ConfigError, Mismatch, ProtocolError
-from kvps.protocol.envelope import Message
-from kvps.protocol.values import Push, StepPart
+from kvps.protocol.envelope import Message, maker
+from kvps.protocol.values import Ask, Push, StepPart
 from kvps.tensors import TORCH
 
 Form = tuple[object, ...]
 """The start, size and element type of a push of one run, its rank, its weight, how many numbers of
-earlier pushes it names, its codecs, and the versions that its sender holds."""
+earlier pushes it names, its codecs, the versions that its sender holds, and its step."""
 FORMS_MAX = 4096
 """Forms of pushes that are known of a chunk."""
 BLOCK_COUNT = 256 << 10
 """Elements that one thread sums and updates at once, so that they stay in its core's cache."""
 
 
-Take = Callable[["JudgedPush", "PushedRange", Span, StoreQuorum], None]
+Take = Callable[["Counted", "PushedRange", Span, StoreQuorum], None]
+Holds = Callable[[PendingRead, "Rule"], bool]
+Reply = Callable[[Session, int, "Rule", tuple[Ask, ...]], None]
 
 
 @dataclass(slots=True)
@@ -100,12 +103,16 @@ class Rule(abc.ABC):
     """The next push that counts is checked by :meth:`check_counted`, and prepared."""
     take: Take
     """Takes in a push that counts: in its round, or by itself. Set where the rule is composed."""
+    reply: Reply
+    """Answers a read of whole values; the same."""
 
     def __init__(self, store: ServerStore, chunk: Chunk, shop: Workshop) -> None:
         self.store = store
         self.chunk = chunk
         self.shop = shop
         self.keeps_all = self.keeps_all or store.opened.deterministic
+        self.sum_up = Round.mean if store.opened.average else Round.total
+        """Returns the update that closes a round."""
         self.cut: Callable[[int, int], list[Span]] = chunk.cut
         """Returns spans that tile a range of the chunk."""
         self.known: set[Form | None] = set()
@@ -256,7 +263,7 @@ class Optimize(Rule):
         scratch = self.shop.block(chunk.summed_in)
         total = self._total(due.sum)
         for first, last, rates in self._segments(self.updater, chunk, span):
-            terms = Terms(span.step, *rates, norms, due.ranks[0] if due.ranks else None, due.age)
+            terms = _terms((span.step, *rates, norms, due.rank, due.age))
             for start in range(first, last, count):
                 stop = min(start + count, last)
                 gradient = total(scratch, start - span.start, stop - span.start)
@@ -285,6 +292,7 @@ def _whole(updater: Updater, chunk: Chunk, span: Span) -> Iterable[tuple[int, in
     return [(span.start, span.stop, updater.rates)]
 
 
+_terms = maker(Terms)
 _BLOCK, _READ = attrgetter("block"), attrgetter("read")
 
 
@@ -360,8 +368,7 @@ class Refused(Gate):
         raise ConfigError(self._text)
 
 
-@dataclass(slots=True)
-class PushedRange:
+class PushedRange(NamedTuple):
     """Neighbouring elements of a chunk, and what one push has for them."""
 
     rule: Rule
@@ -377,7 +384,7 @@ class PushedRange:
         """Return the part of this range that lies in ``span``, which is not all of it."""
         start, stop = max(span.start, self.start), min(span.stop, self.stop)
         gradient = self.gradient.part(start - self.start, stop - self.start)
-        return replace(self, start=start, stop=stop, gradient=gradient)
+        return self._replace(start=start, stop=stop, gradient=gradient)
 
 
 @dataclass(slots=True)
@@ -397,3 +404,7 @@ class JudgedPush:
     """COUNTED, DUPLICATE or EARLY."""
     ranges: Sequence[PushedRange] = ()
     """The elements that were not counted before; empty unless the verdict is COUNTED."""
+
+
+Counted = JudgedPush | Push
+"""A push that counts, as a rule takes it in."""

@@ -1,6 +1,7 @@
 """What a server counts of pushes and reads, and what of it answers MEASURE."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from kvps.protocol.envelope import Envelope, Role
 from kvps.protocol.membership import Measure, Measured, OldRound
 from kvps.protocol.stores import Piece
 from kvps.protocol.values import Ask, Pull, PullRows, Push, PushRows, Run
+from kvps.tensors import Private
 from tests.support.effects import taken
 from tests.support.server_harness import ServerStage, heard, over
 
@@ -38,8 +40,19 @@ def measure(stage: ServerStage, number: int = 1) -> Measured:
     return answer
 
 
-def test_compressed_pushes_and_answers() -> None:
+class Lending(Private):
+    """Memory that each peer reads where it lies."""
+
+    def lends(self, route: str | bytes, pieces: Sequence[torch.Tensor]) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("is_lent", [False, True])
+def test_compressed_pushes_and_answers(is_lent: bool) -> None:
+    """A peer that reads values where they lie is sent no steps."""
     stage, code = ServerStage(1), CodecSpec(INT8)
+    if is_lent:
+        stage.server.context.chunks.memory = Lending()
     stage.open()
     stage.init("a", torch.zeros(1000))
     stage.optimizer("sgd", lr=0.5)
@@ -47,10 +60,11 @@ def test_compressed_pushes_and_answers() -> None:
     octets = encode(code, torch.zeros(1000))
     run = Run(piece.start, 1000, 0)
     stage.say(0, Push(piece.chunk, 1, (0,), 1.0, False, (run,), code, code), octets)
-    stage.say(0, Pull(piece.chunk, True, (Ask(piece.start, 1000, 1, 0),), held=(0,)))
-    compressed = counted(stage, "kvps_compressed_bytes_total")
-    assert counted(stage, "kvps_uncompressed_bytes_total") == {"in": 4000, "out": 4000}
-    assert compressed == {"in": len(octets), "out": len(octets)}
+    (answer,) = stage.say(0, Pull(piece.chunk, True, (Ask(piece.start, 1000, 1, 0),), held=(0,)))
+    assert answer.payload[0].nbytes == (4000 if is_lent else len(octets))
+    ways = {"in"} if is_lent else {"in", "out"}
+    assert counted(stage, "kvps_uncompressed_bytes_total") == dict.fromkeys(ways, 4000)
+    assert counted(stage, "kvps_compressed_bytes_total") == dict.fromkeys(ways, len(octets))
 
 
 def test_rows_count_as_their_key() -> None:

@@ -275,7 +275,7 @@ def test_a_chunk_without_keys_is_freed_and_its_number_never_used_again() -> None
     chunks = Chunks()
     slab = Slab("kv", "float32", chunks, CHUNK_BYTES)
     first, second = slab.place("a", 10), slab.place("b", 10)
-    waits = PendingRead(Session(0, b"w0", 1), 1, "kv", 1, True, (), at=10)
+    waits = PendingRead(Session(0, b"w0", 1), 1, "kv", 1, (), print, at=10)
     chunks.by_number[1].wait(waits)
     assert chunks.retire(first) == []
     assert chunks.retire(second) == [waits]
