@@ -70,7 +70,8 @@ def parts() -> None:
     meter, elements = Meter(), (Elements(0, 1 << 18, 1),)
 
     def push() -> None:
-        meter.on_push("counted", (1,), (), "kv", [0.01])
+        meter.on_push("counted", (1,), ())
+        meter.on_count("kv", (1,), meter.now - 0.01)
         meter.on_values(5, elements, 4)
 
     stage = ServerStage(2)
