@@ -2,8 +2,8 @@
 
 Shows the members of a job, their states, versions and memory, the newest checkpoint, and the oldest
 open round of each store: its age, and the ranks that it waits for. With --replicas 1, it shows the copy of each
-server, too; and of each publication the newest version, and the readers of each version. It takes no seat in
-the job.
+server, too; of each publication the newest version, and the readers of each version; and the rows that
+were pushed to most, of each embedding table that counts uses. It takes no seat in the job.
 
 examples:
   kvps status --scheduler tcp://10.0.0.1:9091
@@ -33,7 +33,7 @@ from kvps.protocol.membership import Look, Seen
 NAME = "kvps status"
 TIMEOUT_S = 5.0
 KEY_SHOWN = 40
-"""Characters of a key, or the name of a publication, that a line shows."""
+"""Characters of a key, or of another name, that a line shows."""
 PROMOTIONS_SHOWN, READERS_SHOWN = 3, 4
 """The newest promotions and moves that are shown, and the versions of a publication with most readers."""
 
@@ -58,18 +58,15 @@ def screen(job: Mapping[str, Any]) -> str:
         ("member", "state", "incarnation", "where", "version", "memory", "heard", "status"),
         [_member(member) for member in job["members"]],
     )
-    if job["rounds"]:
-        lines += ["", "oldest open rounds:"]
-        lines += _table(
-            ("store", "key", "round", "open for", "waits for"), [_round(round_) for round_ in job["rounds"]]
-        )
-    if job["copies"]:
-        lines += ["", "copies of servers:"]
-        lines += _table(("server", "copies", "standby", "behind"), [_copy(copy) for copy in job["copies"]])
-    if job["publications"]:
-        lines += ["", "publications:"]
-        heads = ("name", "version", "age", "memory", "readers")
-        lines += _table(heads, [_publication(each) for each in job["publications"]])
+    sections = (
+        ("rounds", "oldest open rounds:", ("store", "key", "round", "open for", "waits for"), _round),
+        ("copies", "copies of servers:", ("server", "copies", "standby", "behind"), _copy),
+        ("publications", "publications:", ("name", "version", "age", "memory", "readers"), _publication),
+        ("hot_rows", "hot rows:", ("table", "store", "most used"), _hot_rows),
+    )
+    for name, title, heads, cells_of in sections:
+        if job[name]:
+            lines += ["", title, *_table(heads, [cells_of(each) for each in job[name]])]
     for problem in job["problems"]:
         lines += ["", f"problem: {problem['text']}", f"  -> {problem['advice']}"]
     if not job["rounds"] and not job["problems"]:
@@ -112,6 +109,11 @@ def _publication(each: Mapping[str, Any]) -> tuple[str, ...]:
     version, age = (str(each["version"]), f"{each['age_s']:.1f} s") if each["version"] else ("none", "")
     memory, name = bytes_in_words(each["size"]), each["name"][:KEY_SHOWN]
     return name, version, age, memory, readers or "none"
+
+
+def _hot_rows(rows: Mapping[str, Any]) -> tuple[str, ...]:
+    most = ", ".join([f"id {number} {uses:,.0f} uses" for number, uses in rows["uses"].items()])
+    return rows["table"][:KEY_SHOWN], rows["store"], most
 
 
 def _member(member: Mapping[str, Any]) -> tuple[str, ...]:

@@ -20,6 +20,8 @@ from kvps.protocol.membership import Figures, Seen
 
 UNKNOWN = Figures("", 0, 0, 0, 0, 0, 0.0)
 """The figures of members that an old scheduler knows nothing of."""
+LISTED = ("waits", "copies", "promotions", "moves", "publications", "hot_rows")
+"""Fields of SEEN that the document has as they are."""
 
 
 def document_of(job: bytes, seen: Seen) -> dict[str, Any]:
@@ -55,11 +57,7 @@ def document_of(job: bytes, seen: Seen) -> dict[str, Any]:
             }
             for round_ in seen.rounds
         ],
-        "waits": [wait._asdict() for wait in seen.waits],
-        "copies": [copy._asdict() for copy in seen.copies],
-        "promotions": [promotion._asdict() for promotion in seen.promotions],
-        "moves": [move._asdict() for move in seen.moves],
-        "publications": [publication._asdict() for publication in seen.publications],
+        **{name: [each._asdict() for each in getattr(seen, name)] for name in LISTED},
         "problems": [problem._asdict() for problem in problems_of(seen)],
     }
 

@@ -9,6 +9,8 @@ from kvps.protocol.envelope import Answer, Message, Node, Role, tag
 
 STANDBY_FEATURE = 1
 """The bit of HELLO's ``features`` by which a server says that it wants to be the standby of another."""
+HOT_ROWS_MAX = 8
+"""Rows of a table that are listed as hot."""
 PING_BYTES_MAX = 256 << 10
 """Octets of payload of a PING, and of its answer."""
 
@@ -445,6 +447,15 @@ class PublicationFigures(NamedTuple):
     """By version, how many use it."""
 
 
+class HotRows(NamedTuple):
+    """The rows of an embedding table that were used most, of one server or of all of them."""
+
+    store: str
+    table: str
+    uses: dict[str, float]
+    """By id, at most :data:`HOT_ROWS_MAX`: the updates of the row, of which old ones count less."""
+
+
 class Promotion(NamedTuple):
     """A standby that has taken the seat of its server."""
 
@@ -494,6 +505,8 @@ class Seen(Answer):
     """The newest moves of servers' seats, the oldest first, and behind them those under way."""
     publications: tuple[PublicationFigures, ...] = ()
     """By name."""
+    hot_rows: tuple[HotRows, ...] = ()
+    """By store and table."""
 
 
 @tag(130)
@@ -578,7 +591,7 @@ class KeyTraffic(NamedTuple):
 @tag(121)
 class Measured(Message):
     """Answer to MEASURE: the figures of the server as of now; or, unasked, its stalled rounds, late
-    ranks and publications alone."""
+    ranks, publications and hot rows alone."""
 
     number: int
     """The number of MEASURE; 0 where the server was not asked."""
@@ -594,6 +607,8 @@ class Measured(Message):
     unasked only."""
     publications: tuple[PublicationFigures, ...] = ()
     """Unasked only."""
+    hot_rows: tuple[HotRows, ...] = ()
+    """Unasked only, of tables that count uses."""
 
 
 # --- keys -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import sys
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,8 @@ import os, time
 import kvps, torch
 kv = kvps.create("dist_sync", timeout=60, name="ours")
 kv.init("w", torch.zeros(4))
+users = kv.embedding("users", 2, optimizer="sgd", lr=0.1, evict={"rows": 100, "half_life": 1000})
+for other in range(3): users.push([17, other], torch.ones(2, 2))
 print("ready", flush=True)
 while kv.rank and not os.path.exists("go"): time.sleep(0.01)
 kv.pushpull("w", torch.ones(4))
@@ -33,13 +36,19 @@ def test_members_and_rounds_that_wait_are_shown(processes: Processes) -> None:
         worker.expect("ready")
     processes.may_fork = False  # the command is as its users start it
 
-    def seen() -> dict[str, list[dict[str, object]]]:
+    def seen() -> dict[str, list[dict[str, Any]]]:
         asked = status(processes, "--json", "--scheduler", cluster.endpoint)
         assert asked.wait() == 0, asked
-        shown: dict[str, list[dict[str, object]]] = json.loads(asked.out)
-        return shown if shown["rounds"] else {}
+        shown: dict[str, list[dict[str, Any]]] = json.loads(asked.out)
+        return shown if shown["rounds"] and shown["hot_rows"] else {}
 
-    shown = until(seen, "round that waits")
+    shown = until(seen, "round that waits, and hot rows")
+    (hot,) = shown["hot_rows"]
+    assert (hot["store"], hot["table"], next(iter(hot["uses"].items()))) == (
+        "ours",
+        "users",
+        ("17", pytest.approx(3, rel=0.01)),
+    )
     (waits,) = shown["rounds"]
     assert (waits["store"], waits["key"], waits["number"]) == ("ours", "w", 0)
     assert (waits["server"], waits["missing"]) == (0, [1])

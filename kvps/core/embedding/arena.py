@@ -113,6 +113,10 @@ class Arenas:
     def forget(self, slots: Slots) -> None:
         """Give up the rows at ``slots``."""
 
+    def slots_of(self, places: Slots) -> Slots:
+        """Return the slots of rows of arenas; -1 where there is no row."""
+        return places
+
     def settle(self) -> None:
         """Heed the limit of memory, after rows were restored.
 

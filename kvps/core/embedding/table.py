@@ -19,6 +19,7 @@ as :class:`torch.optim.SparseAdam` has it. Its step counts updates of the whole 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,6 +45,8 @@ AGE_STEPS = 16
 """Old rows are looked for so many times per ``max_age``: a row may outlive it by 1 / AGE_STEPS of it."""
 USES_COUNT = 64 << 10
 """Rows whose uses are read at once."""
+USES_LOG2_MAX = 53
+"""More uses are shown by no row, whatever a checkpoint says: a table has at most 2^53 updates."""
 STAMP_MAX = 2**31 - 1
 """Largest version of 32 bits."""
 EVICTED = 8
@@ -211,6 +214,29 @@ class EmbeddingRows:
         less, equal = slots[ranks < last], slots[ranks == last]
         order = np.argsort(self.index.ids_at(equal))
         return np.concatenate([less, equal[order[: count - len(less)]]])
+
+    def hottest(self, count: int, step: int) -> dict[str, float]:
+        """Return the uses of the ``count`` rows in memory that were used most, by id, the most first.
+
+        The column of uses is compared once with the least use that was found so far, and copied nowhere.
+
+        Args:
+            count: at least 1.
+            step: the number of updates of the table, to which uses decay.
+        """
+        slots, uses = np.empty(0, np.int64), np.empty(0)
+        for arena in self.arenas:
+            column = arena.columns[USES].numpy()[:, 0]
+            (at,) = (column > (uses.min() if len(uses) == count else -math.inf)).nonzero()
+            there = self.arenas.slots_of(arena.start + at)
+            is_row = (there >= 0) & self.has_row(there)
+            slots, uses = np.append(slots, there[is_row]), np.append(uses, column[at[is_row]])
+            if len(uses) > count:
+                most = uses.argpartition(-count)[-count:]
+                slots, uses = slots[most], uses[most]
+        ids = self.index.ids_at(slots)
+        decayed = np.exp2(np.minimum(uses - step / self.recipe.half_life, USES_LOG2_MAX))
+        return {str(ids[at]): float(decayed[at]) for at in np.lexsort((ids, -uses))}
 
     def drop(self, slots: Slots) -> None:
         """Drop the rows at these slots."""

@@ -168,6 +168,9 @@ class TieredArenas(Arenas):
         self._leave(at)
         self._at[slots] = NOWHERE
 
+    def slots_of(self, places: Slots) -> Slots:
+        return self._owner[places].astype(np.int64)
+
     def keep(self, used: int) -> tuple[Slots, list[Kept], Callable[[], None]]:
         at = self._at[:used].astype(np.int64)
         (hot,) = (at >= 0).nonzero()

@@ -553,6 +553,7 @@ class Scheduler:
             promotions(job.standbys, now),
             moves(job.standbys, now),
             report.publications(seats, now),
+            report.hot_rows(seats, now),
         )
 
     def _examine(self, envelope: Envelope, hello: p.Hello) -> None:

@@ -5,21 +5,25 @@ from __future__ import annotations
 
 import math
 
+from kvps import protocol as p
 from kvps.core.counts import Counts
 from kvps.core.membership_client import BeatFigures
+from kvps.core.placement import EMBEDDING
+from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
 from kvps.core.server.memory_budget import MemoryBudget
 from kvps.core.server.round_logs import Stall
-from kvps.protocol.membership import Count, Histogram, Measured, OldRound, StoreFigures
 
 COUNTS_MAX = 8192
 """Counters and gauges of an answer: with 1,000 workers there are 7,000 of workers. Gauges come first."""
-STORES_MAX = 64
+STORES_MAX = TABLES_MAX = 64
 SPANS_MAX = 10_000
 """Spans up to which open rounds are looked for at each MEASURE; where there are more, every 5 s."""
 TELL_MAX = 256
 """Maximum stores, and maximum ranks of each, that the scheduler is told of."""
+ROWS_LOOKED = 1 << 24
+"""Rows after which no other table is looked at for hot rows: a million takes half a millisecond."""
 
 
 def of_beat(counts: Counts, budget: MemoryBudget) -> BeatFigures:
@@ -57,7 +61,7 @@ def gauges(
 
 def measure(
     number: int, context: RequestContext, control: Control, epoch: int, oldest_round_s: float, now: float
-) -> tuple[Measured, float]:
+) -> tuple[p.Measured, float]:
     """Return the answer to a MEASURE, and the age of the oldest open round.
 
     Args:
@@ -69,24 +73,24 @@ def measure(
         now: the time.
     """
     spans = sum([len(chunk.spans) for chunk in context.chunks.by_number.values()])
-    rounds: list[OldRound] = []
+    rounds: list[p.OldRound] = []
     if spans <= SPANS_MAX:
         rounds = [old_round(context.member.rank, stall) for stall in control.oldest(now)]
         oldest_round_s = max([stalled.age_s for stalled in rounds], default=0.0)
     counted = {**gauges(context, control, epoch, oldest_round_s), **context.meter.values()}
     counts = [
-        Count(name, label, float(value)) for (name, label), value in counted.items() if math.isfinite(value)
+        p.Count(name, label, float(value)) for (name, label), value in counted.items() if math.isfinite(value)
     ]
     histograms = [
-        Histogram(name, duration.buckets, float(duration.total_s))
+        p.Histogram(name, duration.buckets, float(duration.total_s))
         for name, duration in context.meter.durations().items()
     ]
     versions = context.meter.versions
     stores = [
-        StoreFigures(name, store.opened.mode, len(store.shards), versions.get(name, 0))
+        p.StoreFigures(name, store.opened.mode, len(store.shards), versions.get(name, 0))
         for name, store in context.stores.items()
     ]
-    answer = Measured(
+    answer = p.Measured(
         number,
         tuple(counts[:COUNTS_MAX]),
         tuple(histograms),
@@ -97,7 +101,23 @@ def measure(
     return answer, oldest_round_s
 
 
-def old_round(server: int, stall: Stall) -> OldRound:
+def hot_rows(chunks: Chunks) -> tuple[p.HotRows, ...]:
+    """Return the most used rows of the first tables that count uses and have rows."""
+    found: list[p.HotRows] = []
+    looked = 0
+    for chunk in chunks.by_number.values():
+        table = chunk.embedding
+        if table is None or not (table.recipe.half_life and len(table)):
+            continue
+        uses = table.hottest(p.HOT_ROWS_MAX, chunk.spans[0].step)
+        found.append(p.HotRows(chunk.store, chunk.keys[0].removeprefix(EMBEDDING), uses))
+        looked += len(table)
+        if looked >= ROWS_LOOKED or len(found) == TABLES_MAX:
+            break
+    return tuple(found)
+
+
+def old_round(server: int, stall: Stall) -> p.OldRound:
     """Return an open round as the scheduler is told of it."""
     missing = stall.missing[:TELL_MAX]
-    return OldRound(server, stall.store, stall.key, stall.number, missing, stall.age_s)
+    return p.OldRound(server, stall.store, stall.key, stall.number, missing, stall.age_s)

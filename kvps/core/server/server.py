@@ -34,7 +34,7 @@ from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
 from kvps.core.server.ingest import Ingest
-from kvps.core.server.measured import TELL_MAX, measure, of_beat, old_round
+from kvps.core.server.measured import TELL_MAX, hot_rows, measure, of_beat, old_round
 from kvps.core.server.meter import Meter
 from kvps.core.server.publications import LEASE_S, Publications
 from kvps.core.server.readers import Readers
@@ -152,7 +152,7 @@ class Server(Core):
         self._next_look = now + LOOK_EVERY_S
         self._stalls = StragglerLog()
         self._has_told = False
-        """The scheduler was told of open rounds."""
+        """The scheduler was told of what may end: open rounds, publications, hot rows."""
 
     # --- the doors ----------------------------------------------------------------------------
 
@@ -318,7 +318,7 @@ class Server(Core):
         self._restoring.popleft()
 
     def _look(self, now: float) -> None:
-        """Log the open rounds; tell the scheduler of them and of publications, for ``kvps status``."""
+        """Log the open rounds; tell the scheduler of them, publications and hot rows, for ``kvps status``."""
         oldest = list(self.control.oldest(now))
         self.oldest_round_s = max([stall.age_s for stall in oldest], default=0.0)
         self._outbox.extend(self._stalls.look(oldest))
@@ -327,10 +327,12 @@ class Server(Core):
         rank = self.member.rank
         rounds = tuple([old_round(rank, stall) for stall in oldest if stall.age_s >= TELL_AFTER_S])
         late = self.counts.latest_news(TELL_MAX)
-        shown = () if self._follower is not None else tuple(self.publications.figures())
-        if self.member.welcome is not None and (rounds or shown or self._has_told or late):
-            self._has_told = bool(rounds or shown)
-            self.member.send(SCHEDULER, p.Measured(0, (), (), (), (), rounds[:TELL_MAX], late, shown))
+        is_copy = self._follower is not None
+        shown = () if is_copy else tuple(self.publications.figures())
+        hot = () if is_copy else hot_rows(self.context.chunks)
+        if self.member.welcome is not None and (rounds or shown or hot or self._has_told or late):
+            self._has_told = bool(rounds or shown or hot)
+            self.member.send(SCHEDULER, p.Measured(0, (), (), (), (), rounds[:TELL_MAX], late, shown, hot))
 
     # --- the scheduler --------------------------------------------------------------------------
 

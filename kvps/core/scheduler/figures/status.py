@@ -1,13 +1,15 @@
-"""The reply to a status query: every seat, the oldest open round of each store, and the publications.
+"""The reply to a status query: every seat, the oldest open round of each store, publications and hot rows.
 
-The scheduler is not on the data path, so servers tell it of publications, and of rounds that stay open. A
-report is valid for a few seconds; after that, a silent server counts as having none.
+The scheduler is not on the data path, so servers tell it of publications, hot rows and rounds that stay open.
+A report is valid for a few seconds; after that, a silent server counts as having none.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from heapq import nlargest
+from operator import itemgetter
 
 from kvps import protocol as p
 from kvps.core.membership_client import BeatFigures
@@ -20,8 +22,8 @@ TOLD_MAX_S = 12.0
 """How long what a server told is shown; it tells again every few seconds."""
 SET_BY_RANK_0 = ("init()", "set_optimizer()", "set_learning_rate()")
 """Calls in which the other ranks wait until rank 0 has made them."""
-WAITS_MAX, RANKS_MAX, PUBLICATIONS_MAX = 1024, 64, 64
-"""Waits, ranks of each, and publications in one answer."""
+WAITS_MAX, RANKS_MAX, PUBLICATIONS_MAX, TABLES_MAX = 1024, 64, 64, 64
+"""Waits, ranks of each, publications, and tables with hot rows in one answer."""
 
 
 class StatusReport:
@@ -61,6 +63,19 @@ class StatusReport:
                 readers = {**(Counter(here.readers) | Counter(other.readers))}
                 found[here.name] = newer._replace(size=here.size + other.size, readers=readers)
         return tuple([found[name] for name in sorted(found)[:PUBLICATIONS_MAX]])
+
+    def hot_rows(self, seats: Mapping[Node, Seat], now: float) -> tuple[p.HotRows, ...]:
+        """Return the most used rows of each table; a row is on one server."""
+        found: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+        for _, _, measured in self._valid(seats, now):
+            for told in measured.hot_rows:
+                found[told.store, told.table].update(told.uses)
+        return tuple(
+            [
+                p.HotRows(*name, dict(nlargest(p.HOT_ROWS_MAX, found[name].items(), key=itemgetter(1))))
+                for name in sorted(found)[:TABLES_MAX]
+            ]
+        )
 
     def _valid(self, seats: Mapping[Node, Seat], now: float) -> Iterator[tuple[int, float, p.Measured]]:
         """Yield each server that is held and has told its figures of late, when, and the figures."""

@@ -180,6 +180,15 @@ function drawPublications(now) {
   );
 }
 
+function drawHotRows(now) {
+  $("hot-rows").replaceChildren(
+    ...each(now.hot_rows, (one) => {
+      const most = Object.entries(one.uses).sort((left, right) => right[1] - left[1]);
+      return h("tr", {}, h("td", { class: "key" }, one.table), h("td", {}, one.store), h("td", {}, most.map(([id, uses]) => `${id}: ${format.count(uses)}`).join(", ")));
+    }),
+  );
+}
+
 function pairs(...rows) {
   return rows.flatMap(([name, content]) => [h("dt", {}, name), h("dd", {}, content)]);
 }
@@ -229,7 +238,7 @@ function drawEvents(now) {
     h("li", { class: one.level }, h("time", {}, clock(one.age_s)), h("span", { class: "level" }, one.level), h("span", {}, one.text))));
 }
 
-const PANELS = [drawHead, drawFindings, drawFigures, drawMembers, drawWorkers, drawServers, drawFaults, drawKeys, drawPublications, drawCheckpoints, drawCompression, drawStaleness, drawEvents];
+const PANELS = [drawHead, drawFindings, drawFigures, drawMembers, drawWorkers, drawServers, drawFaults, drawKeys, drawPublications, drawHotRows, drawCheckpoints, drawCompression, drawStaleness, drawEvents];
 
 // --- charts -------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvps.core.embedding import alike as module
-from kvps.core.embedding import evicted
+from kvps.core.embedding import arena, evicted
 from kvps.core.embedding.alike import AlikeTables, PushedRows
 from kvps.core.embedding.arena import Slots
 from kvps.core.embedding.id_hash import Ids
@@ -307,6 +307,35 @@ def test_uses_of_rows_come_back_with_their_states() -> None:
         each.push(1, 20, 21)
     assert other.ids() == driven.ids()
     assert 3 not in other.ids()
+
+
+def test_hottest_rows_are_those_with_most_uses_of_all_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "ARENA_BYTES_MIN", 64)
+    driven, uses = Driven(evict={"rows": 1000, "half_life": 4}), np.zeros(200)
+    assert driven.table.hottest(3, 0) == {}
+    random = np.random.default_rng(3)
+    for _ in range(30):
+        pushed = np.unique(random.zipf(1.3, 40) % 200)
+        driven.push(*pushed.tolist())
+        uses *= 0.5**0.25
+        uses[pushed] += 1.0
+    assert len([*driven.table.arenas]) > 2
+    for gone in (False, True):
+        if gone:
+            first = int(uses.argmax())
+            driven.table.drop(driven.table.index.find(np.array([first])))
+            uses[first] = 0.0
+        found = driven.table.hottest(8, driven.version)
+        assert found == pytest.approx({str(at): uses[at] for at in uses.argsort()[-8:]})
+        assert [*found.values()] == sorted(found.values(), reverse=True)
+
+
+def test_uses_that_no_table_can_have_are_shown_as_numbers() -> None:
+    table = Driven(evict={"rows": 8, "half_life": 4}).table
+    columns = table.new_columns(torch.zeros(3, 2))
+    columns["uses"][:, 0] = torch.tensor([torch.inf, torch.nan, 1.0])
+    table.put(np.array([5, 6, -7]), np.ones(3, np.int64), columns)
+    assert table.hottest(8, 0) == {"5": 2.0**53, "-7": 2.0}
 
 
 @pytest.mark.spec("R582")

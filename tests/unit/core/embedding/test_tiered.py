@@ -126,6 +126,19 @@ def test_rows_in_use_stay_in_memory() -> None:
     assert pair.disk.written == written
 
 
+def test_hottest_rows_are_found_in_memory() -> None:
+    pair = Pair(names="a", evict={"rows": 1000, "half_life": 9})
+    for _ in range(25):
+        pair.push()
+    (cold,), (plain,) = pair.cold.tables, pair.plain.tables
+    assert pair.disk.written
+    cold.drop(cold.index.find(np.array([1])))
+    plain.drop(plain.index.find(np.array([1])))
+    found = cold.hottest(4, pair.version)
+    assert len(found) == 4
+    assert found == plain.hottest(4, pair.version)
+
+
 def test_a_table_that_lacks_room_gets_some_from_the_largest() -> None:
     pair = Pair(names="ab")
     pair.cold.push([PushedRows(np.arange(300), (300, 0), torch.ones(300, DIM))], [1, 1], 1)

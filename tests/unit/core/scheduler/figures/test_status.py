@@ -17,6 +17,7 @@ from kvps.protocol.membership import (
     Beat,
     Error,
     Figures,
+    HotRows,
     Look,
     Measured,
     OldRound,
@@ -127,6 +128,21 @@ def test_publications_are_shown_as_old_as_they_are_now_and_each_reader_once() ->
     assert " ".join(lines[at + 2]) == "a 8 3.0 s 20 B 3 at version 7, 1 at version 5"
     stage.wait(TOLD_MAX_S, ["w0", "s0", "s1"])
     assert look(stage).publications == ()
+
+
+@pytest.mark.spec("R648")
+def test_hot_rows_are_those_of_all_servers() -> None:
+    stage = Stage(1, 2)
+    stage.form()
+    uses = {str(10 + at): 7.0 - at for at in range(8)}
+    for server, rows in enumerate([(HotRows("kv", "t", uses),), (HotRows("kv", "t", {"3": 1234.4}),)]):
+        stage.say(f"s{server}", Measured(0, (), (), (), (), (), hot_rows=(*rows, HotRows("kv", "a", {}))))
+    empty, rows = look(stage).hot_rows
+    assert empty == HotRows("kv", "a", {})
+    assert rows == HotRows("kv", "t", {"3": 1234.4, **{str(10 + at): 7.0 - at for at in range(7)}})
+    assert "t      kv     id 3 1,234 uses, id 10 7 uses, " in screen(document_of(b"job!", look(stage)))
+    stage.wait(TOLD_MAX_S + 1.0, ["w0", "s0", "s1"])
+    assert look(stage).hot_rows == ()
 
 
 @pytest.mark.spec("R330")

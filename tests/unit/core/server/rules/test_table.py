@@ -3,6 +3,7 @@
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ import torch
 from kvps.core.embedding.evicted import Evicted
 from kvps.core.embedding.id_hash import Initializer, servers_of
 from kvps.core.embedding.spec import EmbeddingSpec, message_of, recipe_of
+from kvps.core.server import measured
 from kvps.core.server.rules import table as embedding_rows
+from kvps.core.server.server import LOOK_EVERY_S
 from kvps.dtypes import BY_NAME
 from kvps.protocol.envelope import Message
-from kvps.protocol.membership import Done
+from kvps.protocol.membership import Done, HotRows, Measured
 from kvps.protocol.stores import Declare, Declared, Entry
 from kvps.protocol.values import (
     Ask,
@@ -94,6 +97,39 @@ def values(said: Said) -> list[list[float]]:
     assert isinstance(answer, PulledTables), answer
     (group,), (count,) = answer.groups, answer.counts
     return from_frame(said.payload[0], "float32").view(count, group.dim).tolist() if count else []
+
+
+@pytest.mark.spec("R465", "R648")
+def test_server_tells_the_scheduler_of_the_rows_that_are_used_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts_uses = {"rows": 100, "half_life": 10}
+    table = Tabled(1, evict=counts_uses)
+    server = table.stage.server
+
+    def told() -> list[tuple[HotRows, ...]]:
+        table.stage.now += LOOK_EVERY_S
+        said = table.stage.take(server.on_timer(table.stage.now))
+        return [each.message.hot_rows for each in said if isinstance(each.message, Measured)]
+
+    assert told() == []
+    for number, ids in enumerate([[4, 17], [17], [-2, 17]]):
+        assert acked(table.push(0, ids, number))
+    ((rows,),) = told()
+    half = 2**-0.1
+    expected = {"17": 1 + half + half**2, "-2": 1.0, "4": half**2}
+    assert (rows.store, rows.table, rows.uses) == ("kv", "words", pytest.approx(expected))
+    assert [*rows.uses] == [*expected]
+    for name, evict in (("plain", None), ("empty", counts_uses), ("other", counts_uses)):
+        message = replace(embed(evict=evict), key=f"kvps.embedding:{name}")
+        (answer,) = heard(table.stage.say(0, message), Declared)
+        ((table.piece,),) = [place.pieces for place in answer.places]
+        if name != "empty":
+            assert acked(table.push(0, [1], 0))
+    assert [[each.table for each in tables] for tables in told()] == [["words", "other"]]
+    monkeypatch.setattr(measured, "ROWS_LOOKED", 1)
+    assert [[each.table for each in tables] for tables in told()] == [["words"]]
+    for chunk in server.context.chunks.by_number.values():
+        chunk.embedding = None
+    assert [told(), told()] == [[()], []]
 
 
 # --- making ---------------------------------------------------------------------------------------
