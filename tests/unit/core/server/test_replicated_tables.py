@@ -16,6 +16,7 @@ from kvps.core.embedding.spec import message_of
 from kvps.core.embedding.table import EmbeddingRows
 from kvps.core.embedding.tiered import Tier
 from kvps.core.server.replicas import primary, tables
+from kvps.core.server.server import LOOK_EVERY_S
 from tests.support.memory_disk import MemoryDisk
 from tests.support.server_harness import heard
 from tests.support.table_messages import pull_table, push_table
@@ -126,6 +127,21 @@ def test_a_standby_has_the_rows_of_its_server(given: dict[str, Any], monkeypatch
 def _promoted(pair: Pair) -> Any:
     pair.promote()
     return pair.standby
+
+
+@pytest.mark.spec("R648")
+def test_the_server_tells_of_hot_rows_and_its_standby_does_not() -> None:
+    table = Tables(evict={"rows": 99, "half_life": 9})
+    table.pair.level()
+    table.push()
+    table.pair.pump()
+    told = []
+    for stage in (table.pair.primary, table.pair.standby):
+        stage.now += LOOK_EVERY_S
+        said = stage.take(stage.server.on_timer(stage.now))
+        told.append([len(each.message.hot_rows) for each in said if isinstance(each.message, p.Measured)])
+    assert all(table.ends())
+    assert told == [[1], []]
 
 
 @pytest.mark.spec("R447")
