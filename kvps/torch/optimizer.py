@@ -328,8 +328,7 @@ class DistributedOptimizer(WrappedOptimizer):
         try:
             # What has left before a Timeout was finite.
             if found is None or self._exchange.values or not self._is_infinite(found):
-                self._exchange.complete()
-                self._add_unused()
+                self._complete()
                 self._exchange.wait()
                 self._exchange.bring_weights()
         except EpochChanged as error:
@@ -394,8 +393,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 self._model.is_given_up = False
                 self._exchange.discard()
                 return
-            self._exchange.complete()
-            self._add_unused()
+            self._complete()
             late.put_off_step(self._exchange.release())
             self._exchange.is_held = self._is_late
         except EpochChanged as error:
@@ -424,8 +422,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 return  # between step() and backward(), it is the weights that a script waits for
         self._needs_means("synchronize() waits for")
         try:
-            self._exchange.complete()
-            self._add_unused()
+            self._complete()
             self._exchange.wait()
         except EpochChanged as error:
             self._model.go_on(error)
@@ -499,12 +496,14 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._late is not None:
             self._late.finish()
 
-    def _add_unused(self) -> None:
-        """Include parameters that have a gradient on another worker but not here.
+    def _complete(self) -> None:
+        """Let all gradients leave, with zeros for parameters that have a gradient on another worker only.
 
         Raises:
-            ConfigError: naming them, without ``find_unused``.
+            ConfigError: naming parameters without a gradient, without ``find_unused``; or as
+                :meth:`GradientSync.complete`.
         """
+        self._exchange.complete()
         missing = self._exchange.missing()
         if self._exchange.is_agreed:
             return

@@ -46,8 +46,8 @@ from kvps.phrases import names_in_words
 from kvps.runtime.device import CallsBehindKernels, is_away
 from kvps.runtime.ticket import Handle, finished
 from kvps.store.arguments import is_row
-from kvps.store.base import Store
 from kvps.store.kvstore import KVStore
+from kvps.store.row_copies import Holding
 from kvps.store.rows import has_rows
 from kvps.store.server_store import DistStore
 from kvps.torch.sync.gradient_memory import GradientMemory
@@ -56,12 +56,11 @@ from kvps.torch.sync.in_flight import (
     Buckets,
     GradientBucket,
     InFlight,
-    SparseBucket,
     bucket_bytes,
 )
 from kvps.torch.sync.parameter_hooks import ParameterHooks, PassEnd, second_gradient
 from kvps.torch.sync.parameter_sync import ParameterSync
-from kvps.torch.sync.sparse_gradients import SparseGradients, adds_plainly, dense_of
+from kvps.torch.sync.sparse_gradients import SparseBucket, adds_plainly, dense_of
 
 log = logging.getLogger("kvps")
 
@@ -154,10 +153,16 @@ class GradientSync:
         elif limit_bytes is None:
             limit_bytes = bucket_bytes(model.kv.chunk_bytes, is_on_device=bool(devices))
         self._buckets = Buckets(sizes, limit_bytes)
-        self._tables = SparseGradients.of(model.kv, brings_weights=brings_weights)
+        self._tables = model.kv if isinstance(model.kv, KVStore) and model.kv.knows_changes else None
+        """The store of sparse gradients; None for one in which they have to be made dense."""
+        self._held: dict[str, Holding] = {}
+        """Table -> the copy that the store gave last; of those whose sparse gradient has left before."""
         # A gradient that is waited for in the next step would lie where that step's is computed.
         self._memory = GradientMemory(None if is_released else model.kv, model.params)
-        self._holder = holder_of(model.kv) if brings_weights and not is_stepwise else None
+        # Where each push is applied by itself, servers would copy what others push to meanwhile.
+        may_hold = brings_weights and not is_stepwise and str(model.kv.type).startswith("dist_sync")
+        self._holder = model.kv if may_hold and isinstance(model.kv, DistStore) else None
+        """The store whose servers keep results unchanged until the end of a step."""
         self._away: dict[str, InFlight] = {}
         self.values: dict[str, torch.Tensor] = {}
         """Name -> the tensor of a gradient that has left in this step, and of the value that came back."""
@@ -393,11 +398,19 @@ class GradientSync:
         param = self._model.params[name]
         assert self._tables is not None
         gradient = self.gradient(name).detach().to(param.dtype)
-        value = param if self._brings_weights else gradient
         if self.scale != 1.0:
             gradient = gradient * self.scale
-        wait = self._tables.begin(name, gradient, number, param)
-        self._have_left([name], SparseBucket(name, value, wait, self._divisor))
+        away = SparseBucket(
+            self._tables,
+            self._held,
+            name,
+            gradient,
+            param,
+            number,
+            self._divisor,
+            brings_weights=self._brings_weights,
+        )
+        self._have_left([name], away)
 
     def _have_left(self, names: list[str], away: InFlight) -> None:
         self.values.update(away.values)
@@ -409,7 +422,7 @@ class GradientSync:
     def nothing_for(self, name: str) -> torch.Tensor:
         """Return a gradient of 0 for a parameter, in the layout in which its gradients leave."""
         param = self._model.params[name]
-        layout = torch.sparse_coo if name in (self._tables or ()) else torch.strided
+        layout = torch.sparse_coo if name in self._held else torch.strided
         return torch.zeros_like(param, requires_grad=False, layout=layout)
 
     def gradient(self, name: str) -> torch.Tensor:
@@ -623,11 +636,3 @@ class GradientSync:
         self._made.clear()
         self._failure = None
         self._is_begun = False
-
-
-def holder_of(kv: Store) -> DistStore | None:
-    """Return the store if its servers may keep results unchanged until the end of a step.
-
-    Where each push is applied by itself, they would copy what others push to meanwhile.
-    """
-    return kv if isinstance(kv, DistStore) and kv.type.startswith("dist_sync") else None

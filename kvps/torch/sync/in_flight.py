@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
@@ -32,7 +32,7 @@ from kvps.core.worker.consistent_read import HeldValues
 from kvps.errors import ConfigError
 from kvps.store.base import Store
 from kvps.store.server_store import DistStore
-from kvps.torch.sync.sparse_gradients import sum_of
+from kvps.torch.sync.sparse_gradients import SparseBucket, sum_of
 
 BUCKET_BYTES = 4 << 20
 CHUNKS = 3
@@ -174,27 +174,6 @@ class Answer:
         return result
 
 
-class InFlight(Protocol):
-    """Gradients that have left together, and their results."""
-
-    values: dict[str, torch.Tensor]
-    """Name -> the tensor in which its weight or dense sum comes back."""
-
-    def wait(self) -> None:
-        """Wait until they are back; after a Timeout, wait on.
-
-        Raises:
-            KvpsError: if they have failed.
-        """
-
-    def gradient(self, name: str) -> torch.Tensor:
-        """Return the result, in the layout in which the gradient left."""
-
-    def bring(self, names: Iterable[str], params: Mapping[str, torch.Tensor]) -> None:
-        """Write the weights that came back to the parameters ``names``, and perhaps to others of
-        this bucket."""
-
-
 class GradientBucket:
     """Gradients that have left as they are in memory, and come back there.
 
@@ -249,39 +228,5 @@ class GradientBucket:
                 params[name].copy_(self.values[name])
 
 
-class SparseBucket:
-    """A sparse gradient that has left as rows; rows of its sum, or of the weight, come back.
-
-    Args:
-        name: of the parameter.
-        value: the parameter, where its weight comes back; else the gradient that has left.
-        wait: waits for the store's answer and returns it: the parameter, or the sum.
-        divisor: a sum is divided by it.
-    """
-
-    def __init__(
-        self, name: str, value: torch.Tensor, wait: Callable[[], torch.Tensor], divisor: int
-    ) -> None:
-        self.values = {name: value}
-        self._wait = wait
-        self._divisor = divisor
-        self._found: torch.Tensor | None = None
-
-    def wait(self) -> None:
-        """Wait until it is back.
-
-        Raises:
-            KvpsError: if it has failed.
-        """
-        if self._found is None:
-            self._found = self._wait()
-            if self._found.is_sparse and self._divisor != 1:
-                self._found._values().div_(self._divisor)
-
-    def gradient(self, name: str) -> torch.Tensor:
-        """Return the sum."""
-        assert self._found is not None
-        return self._found
-
-    def bring(self, names: Iterable[str], params: Mapping[str, torch.Tensor]) -> None:
-        """Do nothing: the rows of a weight were written when they came."""
+InFlight: TypeAlias = GradientBucket | SparseBucket
+"""Gradients that have left together, and their results."""

@@ -9,7 +9,7 @@ rows that are 0 and not -0, is the sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,67 +19,79 @@ from kvps.store.kvstore import KVStore
 from kvps.store.row_copies import Holding
 
 
-class SparseGradients:
-    """The tables of one model whose gradients are sparse, in a store that knows what changed.
+class SparseBucket:
+    """A sparse gradient that has left as rows; rows of its sum, or of the weight, come back.
+
+    After a Timeout or an interrupt the push counts, and the next :meth:`wait` asks again for the answer.
 
     Args:
-        kv: the store.
-        brings_weights: it has the optimizer.
+        kv: a store that knows what changed.
+        held: table -> the copy that the store gave last; this answer takes its place.
+        name: of the parameter.
+        gradient: has rows, and must not change before its answer is there.
+        param: takes the new rows of its weight, if these come back; else a sum comes, like it.
+        priority: of the calls.
+        divisor: a sum is divided by it.
+        brings_weights: the store has the optimizer.
     """
 
-    def __init__(self, kv: KVStore, *, brings_weights: bool) -> None:
-        self._kv = kv
-        self._brings_weights = brings_weights
-        self._held: dict[str, Holding] = {}
-        """Table -> the copy that the store gave last."""
+    def __init__(
+        self,
+        kv: KVStore,
+        held: dict[str, Holding],
+        name: str,
+        gradient: torch.Tensor,
+        param: torch.Tensor,
+        priority: int,
+        divisor: int,
+        *,
+        brings_weights: bool,
+    ) -> None:
+        self.values = {name: param if brings_weights else gradient}
+        """Name -> the parameter, where its weight comes back; else the gradient that has left."""
+        self._kv, self._held, self._name, self._param = kv, held, name, param
+        self._priority, self._divisor, self._brings_weights = priority, divisor, brings_weights
+        self._found: torch.Tensor | None = None
+        self._pushed: Any = kv.push(name, gradient, priority=priority, async_op=True)
+        self._asked: Any = self._ask()
 
-    @classmethod
-    def of(cls, kv: Store | None, *, brings_weights: bool) -> SparseGradients | None:
-        """Return them for a store; None for one in which sparse gradients have to be made dense."""
-        if isinstance(kv, KVStore) and kv.knows_changes:
-            return cls(kv, brings_weights=brings_weights)
-        return None
+    def _ask(self) -> Any:
+        held = self._held.get(self._name)
+        if self._brings_weights:
+            return self._kv.refresh(self._name, self._param, held, priority=self._priority, async_op=True)
+        return self._kv.pull_changed(self._name, held, priority=self._priority, async_op=True)
 
-    def __contains__(self, name: str) -> bool:
-        """Whether a sparse gradient of this table has left before."""
-        return name in self._held
+    def wait(self) -> None:
+        """Wait until it is back.
 
-    def begin(
-        self, name: str, gradient: torch.Tensor, priority: int, param: torch.Tensor
-    ) -> Callable[[], torch.Tensor]:
-        """Push a gradient that has rows; it must not change before its answer is there.
-
-        Returns:
-            A function that waits for the answer. It returns ``param`` with the new rows written to it, or the
-            sum, a sparse tensor where ``param`` is.
+        Raises:
+            KvpsError: if it has failed.
         """
-        pushed = self._kv.push(name, gradient, priority=priority, async_op=True)
+        if self._found is not None:
+            return
+        self._asked = self._asked or self._ask()
+        try:
+            if self._pushed is not None:
+                self._pushed.wait()  # a push that was refused is never applied: the answer would not come
+            found = self._asked.wait()
+        except BaseException:
+            self._pushed = self._asked = None
+            raise
+        if self._brings_weights:
+            self._held[self._name], self._found = found, self._param
+            return
+        self._held[self._name] = found.held
+        self._found = sparse_of(found.row_ids, found.rows, self._param)
+        if self._divisor != 1:
+            self._found._values().div_(self._divisor)
 
-        def ask() -> Any:
-            held = self._held.get(name)
-            if self._brings_weights:
-                return self._kv.refresh(name, param, held, priority=priority, async_op=True)
-            return self._kv.pull_changed(name, held, priority=priority, async_op=True)
+    def gradient(self, name: str) -> torch.Tensor:
+        """Return the sum."""
+        assert self._found is not None
+        return self._found
 
-        asked = ask()
-
-        def wait() -> torch.Tensor:
-            nonlocal pushed, asked
-            asked = asked or ask()
-            try:
-                if pushed is not None:
-                    pushed.wait()  # a push that was refused is never applied: the answer would not come
-                found = asked.wait()
-            except BaseException:
-                pushed = asked = None  # the push counts: the next wait asks again
-                raise
-            if self._brings_weights:
-                self._held[name] = found
-                return param
-            self._held[name] = found.held
-            return sparse_of(found.row_ids, found.rows, param)
-
-        return wait
+    def bring(self, names: Iterable[str], params: Mapping[str, torch.Tensor]) -> None:
+        """Do nothing: the rows of a weight were written when they came."""
 
 
 def sparse_of(ids: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
