@@ -206,7 +206,6 @@ class GradientHooks:
         outgoing: the way to the store.
         passes: how many backward passes make up a step.
         free: lets go of weights.
-        go_on: called when the servers have returned to a checkpoint.
     """
 
     def __init__(
@@ -215,13 +214,12 @@ class GradientHooks:
         outgoing: GradientSender,
         passes: int,
         free: Callable[[list[str]], None],
-        go_on: Callable[[EpochChanged], None],
     ) -> None:
         self._rule = rule
-        self._params: Mapping[str, torch.Tensor] = rule.params
+        self.params: Mapping[str, torch.Tensor] = rule.params
+        """Name -> parameter."""
         self._outgoing = outgoing
         self._free = free
-        self._go_on = go_on
         self._left: set[str] = set()
         """Names of the parameters whose gradients have left in this step."""
         self._done: set[str] = set()
@@ -253,7 +251,7 @@ class GradientHooks:
             )
 
     def _on_gradient(self, name: str) -> None:
-        param = self._params[name]
+        param = self.params[name]
         gradient = param.grad
         if gradient is None:
             return
@@ -272,7 +270,7 @@ class GradientHooks:
             self._leave(name)
 
     def _leave(self, name: str) -> None:
-        param = self._params[name]
+        param = self.params[name]
         gradient, param.grad = param.grad, None
         assert gradient is not None
         is_first = not self._left
@@ -293,16 +291,21 @@ class GradientHooks:
         """The gradients of this step are of weights that are outdated: none leaves from here on."""
         self.is_given_up = True
         self._outgoing.drop()
-        self._go_on(error)
+        self._rule.go_on(error)
 
     def end_pass(self) -> None:
         """A backward pass is over."""
         self._done.clear()
-        if not self.is_given_up:
-            try:
-                self._outgoing.flush()
-            except EpochChanged as error:
-                self.give_up(error)
+        self._unless_given_up(self._outgoing.flush)
+
+    def _unless_given_up(self, call: Callable[[], None]) -> None:
+        """Make a call that lets gradients leave, and give the step up if the servers have returned."""
+        if self.is_given_up:
+            return
+        try:
+            call()
+        except EpochChanged as error:
+            self.give_up(error)
 
     def step(self) -> None:
         """Let the last gradients of a step leave, and begin the next.
@@ -316,14 +319,10 @@ class GradientHooks:
                 missing, "the last step()", "Use them, or set requires_grad_(False) on them before shard()"
             )
         for name in self._rule.trained:
-            if self._params[name].grad is not None:
+            if self.params[name].grad is not None:
                 self._leave(name)
         self.end_pass()
-        if not self.is_given_up:
-            try:
-                self._outgoing.wait(self._outgoing.limit_bytes)
-            except EpochChanged as error:
-                self.give_up(error)
+        self._unless_given_up(lambda: self._outgoing.wait(self._outgoing.limit_bytes))
         self.begin()
 
     def begin(self) -> None:

@@ -28,7 +28,7 @@ A forward pass inside backward is one that activation checkpointing repeats: it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from kvps.errors import ConfigError
+from kvps.torch.sharded.gradient_sender import GradientHooks
 from kvps.torch.sharded.residency import Residency
 from kvps.torch.sync.parameter_hooks import PassEnd, graph_task
 
@@ -199,28 +200,14 @@ class GroupHooks:
 
     Args:
         blocks: the model, the rest first.
-        params: name -> parameter.
         weights: what brings them.
-        is_done: whether the gradient of a parameter is complete in this step.
-        on_forward: called when a forward pass of the model begins.
-        on_end: called when backward ends.
+        gradients: those of one step.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[ParamGroup],
-        params: Mapping[str, torch.Tensor],
-        weights: Residency,
-        is_done: Callable[[str], bool],
-        on_forward: Callable[[], None],
-        on_end: Callable[[], None],
-    ) -> None:
+    def __init__(self, blocks: Sequence[ParamGroup], weights: Residency, gradients: GradientHooks) -> None:
         self._blocks = blocks
-        self._params = params
         self._weights = weights
-        self._is_done = is_done
-        self._on_forward = on_forward
-        self._on_end = on_end
+        self._gradients = gradients
         self._order = ExecutionOrder(len(blocks))
         self._inside: list[tuple[int, bool]] = []
         """The blocks that compute now, outermost first, and whether each has begun to remember."""
@@ -257,7 +244,7 @@ class GroupHooks:
             self._pass_end.wait(self._end)
         else:
             if number == REST:
-                self._on_forward()
+                self._begin()
                 self._order.begin()
             coming = self._order.enter(number)
             self._weights.expect(names)
@@ -267,6 +254,13 @@ class GroupHooks:
         self._weights.hold(names)
         has_begun = torch.is_grad_enabled() and self._weights.remember()
         self._inside.append((number, has_begun))
+
+    def _begin(self) -> None:
+        """A forward pass of the model begins."""
+        self._gradients.hooks.watch()
+        if self._gradients.is_given_up and not self._gradients.is_begun:
+            self._gradients.begin()  # it was noticed when nothing was trained
+            self._weights.forget()
 
     def _leave(self, number: int, _: object, __: object, output: object) -> None:
         if not self._inside or self._inside[-1][0] != number:
@@ -293,7 +287,7 @@ class GroupHooks:
         self._pass_end.wait(self._end)
         if self._reached is not None and self._reached not in (REST, number):
             left = self._blocks[self._reached].names
-            self._weights.free([name for name in left if not self._params[name].requires_grad])
+            self._weights.free([name for name in left if not self._gradients.params[name].requires_grad])
         self._reached = number
         before = self._order.before(number)
         self._weights.expect(self._open(number))
@@ -303,9 +297,9 @@ class GroupHooks:
 
     def _open(self, number: int) -> list[str]:
         """Return what backward may still need of a block."""
-        return [name for name in self._blocks[number].names if not self._is_done(name)]
+        return [name for name in self._blocks[number].names if not self._gradients.is_done(name)]
 
     def _end(self) -> None:
         self._reached = None
-        self._on_end()
+        self._gradients.end_pass()
         self._weights.free()

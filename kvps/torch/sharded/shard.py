@@ -143,15 +143,8 @@ class Sharded(Resumable):
         self._steps = self._rule.steps
         self._steps.choose(Sharded._make_step, Sharded._drop_step, lambda sharded: sharded._weights.forget())
         sender = GradientSender(kv, sizes, largest)
-        self._gradients = GradientHooks(self._rule, sender, passes, self._weights.free, self._rule.go_on)
-        self._passes = GroupHooks(
-            self._blocks,
-            params,
-            self._weights,
-            self._gradients.is_done,
-            self._on_forward,
-            self._gradients.end_pass,
-        )
+        self._gradients = GradientHooks(self._rule, sender, passes, self._weights.free)
+        self._passes = GroupHooks(self._blocks, self._weights, self._gradients)
         self._step: Callable[[], object] = self._end_step
         """Ends a step, by a step of the torch optimizer if there is one, which calls the script's
         hooks, too."""
@@ -232,13 +225,6 @@ class Sharded(Resumable):
 
     def _give_up(self, error: EpochChanged) -> None:
         self._gradients.give_up(error)
-
-    def _on_forward(self) -> None:
-        """A forward pass of the model begins."""
-        self._gradients.hooks.watch()
-        if self._gradients.is_given_up and not self._gradients.is_begun:
-            self._gradients.begin()  # it was noticed when nothing was trained
-            self._weights.forget()
 
     # --- weights ----------------------------------------------------------------------------------
 
