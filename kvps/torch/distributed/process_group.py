@@ -254,14 +254,21 @@ class ProcessGroup(dist.ProcessGroup):
         works[-1].stand_for(result)
         return works[-1]
 
-    def _letter(self, what: str, plan: Plan, tensor: torch.Tensor, ends: tuple[int, int]) -> Work:
-        """Begin one end of a message from the first of ``ends`` to the second."""
-        track = plan[0]
+    def _letter(self, what: str, tensors: list[torch.Tensor], other: int, tag: int) -> Work:
+        """Begin this end of a message: to the rank ``other`` for ``"send"``, else from it."""
+        (tensor,) = single(what, tensors)
+        demand_rank(what, other, self._size)
+        if what == "send":
+            source, ends = None, (self._rank, other)
+            plan = self._collectives.send(Staged(tensor), other, tag)
+        else:
+            source, ends = other, (other, self._rank)
+            plan = self._collectives.recv(Staged(tensor, is_read=False), other, tag)
         pair = tuple(self._ranks[end] for end in ends)
-        calls = self._checker.letters(track, self._label, pair, self._ranks[self._rank])
+        calls = self._checker.letters(plan[0], self._label, pair, self._ranks[self._rank])
         kind, _, _ = described([tensor]).partition("[")
         calls.add(f"a message of {tensor.numel()} {kind} values")
-        return self._carried_out(Work(what, [tensor], ends[0] if what == "recv" else None), plan)
+        return self._carried_out(Work(what, [tensor], source), plan)
 
     # --- reductions -----------------------------------------------------------------------------
 
@@ -464,13 +471,7 @@ class ProcessGroup(dist.ProcessGroup):
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         """Give the root the tensors of all."""
         (given,), root = single("gather", inputs), root_of("gather", opts, self._size)
-        staged: list[Staged] = []
-        if root == self._rank:
-            (output,) = single("gather", outputs)
-            self._demand_all("gather", output)
-            for tensor in output:
-                demand_same("gather", tensor, given)
-            staged = [Staged(tensor, is_read=False) for tensor in output]
+        staged = self._of_root("gather", root, outputs, given, is_read=False)
         plan = self._collectives.gather(staged, Staged(given), root)
         call = f"gather(dst={self._ranks[root]}) of {described(inputs)}"
         return self._begin("gather", call, plan, [tensor for output in outputs for tensor in output])
@@ -481,13 +482,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Give rank r the r-th tensor of the root."""
         (output,), root = single("scatter", outputs), root_of("scatter", opts, self._size)
-        staged: list[Staged] = []
-        if root == self._rank:
-            (given,) = single("scatter", inputs)
-            self._demand_all("scatter", given)
-            for tensor in given:
-                demand_same("scatter", output, tensor)
-            staged = [Staged(tensor) for tensor in given]
+        staged = self._of_root("scatter", root, inputs, output, is_read=True)
         plan = self._collectives.scatter(Staged(output, is_read=False), staged, root)
         call = f"scatter(src={self._ranks[root]}) of {described(outputs)}"
         return self._begin("scatter", call, plan, outputs)
@@ -495,18 +490,12 @@ class ProcessGroup(dist.ProcessGroup):
     @noted
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
         """Send one tensor to a rank of the group."""
-        (tensor,) = single("send", tensors)
-        demand_rank("send", dst, self._size)
-        plan = self._collectives.send(Staged(tensor), dst, tag)
-        return self._letter("send", plan, tensor, (self._rank, dst))
+        return self._letter("send", tensors, dst, tag)
 
     @noted
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         """Take one tensor from a rank of the group that sends it with this tag."""
-        (tensor,) = single("recv", tensors)
-        demand_rank("recv", src, self._size)
-        plan = self._collectives.recv(Staged(tensor, is_read=False), src, tag)
-        return self._letter("recv", plan, tensor, (src, self._rank))
+        return self._letter("recv", tensors, src, tag)
 
     @noted
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
@@ -521,6 +510,18 @@ class ProcessGroup(dist.ProcessGroup):
         )
 
     # --- shapes -----------------------------------------------------------------------------------
+
+    def _of_root(
+        self, what: str, root: int, given: list[list[torch.Tensor]], like: torch.Tensor, *, is_read: bool
+    ) -> list[Staged]:
+        """Return the tensors of the root, one for each rank and each ``like`` its own; of others none."""
+        if root != self._rank:
+            return []
+        (tensors,) = single(what, given)
+        self._demand_all(what, tensors)
+        for tensor in tensors:
+            demand_same(what, tensor, like)
+        return [Staged(tensor, is_read=is_read) for tensor in tensors]
 
     def _demand_all(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         if len(tensors) != self._size:

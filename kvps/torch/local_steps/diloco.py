@@ -357,15 +357,11 @@ class DiLoCo:
         if self._schedule.arriving is not None:
             self._take()
         if self._schedule.due is not None:
-            self._push()
+            self._steps.run(self)  # lets the fragment leave
             if not self._schedule.delay:
                 self._take()
         if self._pace is not None:
             self._pace.begin_step()
-
-    def _push(self) -> None:
-        """Let the next fragment leave."""
-        self._steps.run(self)
 
     def _drop(self) -> None:
         self._weight.left(self._schedule.next)
@@ -482,7 +478,7 @@ class DiLoCo:
                 for name in self._fragments[fragment]:
                     self._params[name].copy_(self._start[name])
         for _ in range(unmerged):
-            self._push()
+            self._steps.run(self)
             self._take(alpha=0.0)
 
     @torch.no_grad()
