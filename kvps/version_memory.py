@@ -20,7 +20,7 @@ from kvps.protocol.publications import CHANGES_BYTES_MAX, READ_BYTES_MAX
 from kvps.tensors import TORCH
 
 ALIGN = 64
-RELAYED_BYTES_MIN, RELAYED_BYTES_MAX, RELAYED_PARTS = 128 << 10, 512 << 10, 256
+RELAYED_BYTES_MIN, RELAYED_BYTES_MAX, RELAYED_PARTS = 128 << 10, 512 << 10, 128
 """Bytes of one request that a relay may answer, and requests for a version that is neither small nor large. A
 relay passes bytes on once all of a request are there, and several stand in a row."""
 GAP_BYTES = 4096

@@ -41,7 +41,8 @@ UNANSWERED_S = 0.3
 LOST_S = 60.0
 """Seconds of silence after which a request is given up."""
 RELAY_AGAIN_S, RELAY_SILENT_S, RELAY_LATE_S = 0.2, 0.8, 5.0
-"""Seconds after which a relay is asked again, is given up if it says nothing, and if it only says to wait."""
+"""Seconds after which a relay is sent one of its requests again, is given up if it says nothing, and if it
+only says to wait."""
 RELAY_AVOIDED_S = 60.0
 """Seconds for which a relay that was silent is not asked, unless it is heard: it may be unreachable."""
 RELAYS_MAX = 32
@@ -384,6 +385,11 @@ class Reader(Core):
     def _send_due(self, link: Link, now: float) -> None:
         """Send what is to be sent along a link now, again or for the first time."""
         due = [ask for ask in link.sent.values() if now >= ask.again_at]
+        if due and due[0].digest:  # a relay keeps what waits: one request tells whether it lives
+            del due[1:]
+            link.sent[due[0].seq] = link.sent.pop(due[0].seq)
+            for ask in link.sent.values():
+                ask.sent_at = now
         while link.queued and len(link.sent) < self._window(link.queued[0]):
             ask = link.queued.popleft()
             ask.seq, ask.first_at = ask.seq or self._next(), now

@@ -13,6 +13,7 @@ from kvps.core.reader import (
     ALONE_WINDOW,
     LATE_S,
     LOST_S,
+    RELAY_AGAIN_S,
     RELAY_AVOIDED_S,
     RELAY_LATE_S,
     RELAY_SILENT_S,
@@ -390,6 +391,19 @@ def test_silent_relay_is_asked_again_and_then_given_up_with_all_its_ranges() -> 
     back = [read for to, read in reads(effects) if to == "server 1"]
     assert {read.without for read in back} == {5}
     assert {read.start for read in back} == set(range(WINDOW))
+
+
+@pytest.mark.spec("R589")
+def test_relay_is_asked_one_request_again_at_a_time() -> None:
+    stage = Relayed(WINDOW)
+    for index in range(WINDOW):
+        stage.send_elsewhere(index=index)
+    starts = []
+    for _ in range(WINDOW):
+        ((to, read),) = reads(stage.wait(RELAY_AGAIN_S))
+        assert to == "reader 0"
+        starts.append(read.start)
+    assert sorted(starts) == list(range(WINDOW))
 
 
 @pytest.mark.spec("R589")
