@@ -178,6 +178,9 @@ class Ack(Message):
     """Server to worker: these pushes and loads are taken in and need not be sent again."""
 
     receipts: tuple[Receipt, ...]
+    due: int = 0
+    """In a job with copies, where late pushes count in the next round, the version with which the round of a
+    push is closed; else 0."""
 
 
 @tag(33)
@@ -234,6 +237,8 @@ class Pulled(Answer):
     """Encoding of each run; empty if all values are written uncompressed."""
     adds: bool = False
     """Whether steps add up: the receiver keeps the values, and applies later steps to them."""
+    due: int = 0
+    """As in ACK."""
 
     def payload_sizes(self) -> tuple[int, ...]:
         """One frame, the elements of all runs side by side, or none."""

@@ -36,13 +36,14 @@ def gradients(job: Job, rank: int, step: int) -> Values:
     return {"hot": hot, "even": -torch.ones(70)}
 
 
-def train(job: Job, rank: int) -> Script:
+def train(job: Job, rank: int, *, resumes: bool = False) -> Script:
     kv, zeros = job.store, {name: 0 * item for name, item in gradients(job, 0, 0).items()}
     yield from kv.open()
     yield from kv.init(zeros)
     yield from kv.set_optimizer("sgd", lr=1.0)
+    begin = (yield from kv.resume(list(zeros))) if resumes else 0
     seen = 0
-    for step in range(job.steps):
+    for step in range(begin, job.steps):
         pushed = gradients(job, rank, step)
         if job.ways[step] == "pushpull":
             pulled = yield from kv.pushpull(pushed)

@@ -16,8 +16,9 @@ from kvps.protocol.membership import Standing
 from tests.simulation import test_compression as compression
 from tests.simulation import test_embeddings as embeddings
 from tests.simulation import test_nonfinite as nonfinite
+from tests.simulation import test_quorum as quorum
 from tests.simulation import training
-from tests.simulation.cluster import Cluster, Script, Store
+from tests.simulation.cluster import Cluster, Script, Store, Values
 from tests.simulation.network import Faults, Process
 from tests.simulation.training import (
     FEWER,
@@ -195,6 +196,57 @@ def test_a_primary_that_drops_updates_may_die_at_any_packet(mode: str) -> None:
     job.flaws = {(1, 1, "w"): (2, math.nan), (0, 1, "big"): (0, math.inf), (0, 2, "big"): (89, -math.inf)}
     job.flaws[1, 3, "w"] = 0, math.nan
     end_at_each_packet(job, lose_primary, (once_level(nonfinite.train)[0], nonfinite.is_trained))
+
+
+# --- late pushes that count in the next round -------------------------------------------------------
+
+each_way = pytest.mark.parametrize(
+    "ways", [["pushpull"] * 4, ["push", "push, pull", "push", "push"]], ids=["pushpull", "push"]
+)
+LATE: Play = (once_level(quorum.train)[0], quorum.judge)
+
+
+def late_job(ways: list[str]) -> Job:
+    job = Job(0, 3, 2, len(ways), ways=ways, replicas=1)
+    job.store = Store(bigarray_bound=16, quorum=2, grace_s=0.0, late="next", on_worker_lost="shrink")
+    job.faults = Faults(in_order=True)
+    return job
+
+
+@pytest.mark.spec("R656", "R657", "R658")
+@each_way
+def test_a_primary_whose_late_pushes_count_later_may_die_at_any_packet(ways: list[str]) -> None:
+    end_at_each_packet(late_job(ways), lose_primary, LATE)
+
+
+@each_way
+@each_fate
+def test_anything_may_befall_any_packet_of_late_pushes_meanwhile(
+    ways: list[str], fate: Sequence[float]
+) -> None:
+    def prepare(cluster: Cluster) -> None:
+        cluster.network.at(BEGIN_S + 0.02, lambda: lose_primary(cluster))
+
+    befall_each_packet(late_job(ways), fate, LATE, prepare=prepare)
+
+
+@each_way
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.05])
+def test_a_worker_may_die_with_the_primary_of_its_late_pushes(ways: list[str], after_s: float) -> None:
+    """Pushes of the other workers count once; of the lost worker's, some may count in no round."""
+
+    def lose(cluster: Cluster) -> None:
+        cluster.kill(2)
+        cluster.network.at(cluster.network.now + 0.02, lambda: cluster.replace(2))
+        cluster.network.at(cluster.network.now + after_s, lambda: lose_primary(cluster))
+
+    def is_trained(job: Job, values: Values) -> None:
+        hot = values["hot"].reshape(3, job.workers, job.steps)
+        assert hot[:, :2].eq(1).all()
+        assert hot[:, 2].eq(0).logical_or(hot[:, 2].eq(1)).all()
+
+    script = once_level(lambda job, rank: quorum.train(job, rank, resumes=rank == 2))[0]
+    end_at_each_packet(late_job(ways), lose, (script, is_trained))
 
 
 def standing(process: Process) -> Standing:

@@ -140,6 +140,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
                 (m.Dropped(0, 5, 12, (3,)),),
                 (m.Steps(False, (m.CodecSpec(4, 0.5, 0.125, 0),)), m.Steps(True, ())),
                 True,
+                9,
             ),
             (memoryview(b"\x80\x40" + bytes(floats(4.0))),),
         ),

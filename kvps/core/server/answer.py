@@ -181,13 +181,14 @@ class Answers:
 
     def watched(self, session: Session, seq: int, rule: Rule, asks: Asks) -> None:
         """Answer with the values where something depends on who has read what, or is told with them."""
-        self.whole(session, seq, rule, asks, self._watch(session, rule, asks))
+        dropped, due = self._watch(session, rule, asks), self.due(session, rule, asks)
+        self.whole(session, seq, rule, asks, dropped, (), False, due)
 
     def _lead(self, held: tuple[int, ...], session: Session, seq: int, rule: Rule, asks: Asks) -> None:
         """Answer by steps from the versions that the worker holds, where there are some."""
         chunk, store = rule.chunk, rule.store
         dropped = self._watch(session, rule, asks) if store.watches_reads else ()
-        stands, adds = _stands(session, chunk, asks), False
+        stands, adds, due = _stands(session, chunk, asks), False, self.due(session, rule, asks)
         is_apart = any(ask.start + ask.size != other.start for ask, other in pairwise(asks))
         # One who reads values where they lie saves nothing by steps.
         if is_apart or not self._chunks.memory.lends(session.route, (chunk.buffer.tensor,)):
@@ -196,10 +197,17 @@ class Answers:
             if steps:
                 size = sum([ask.size for ask in asks]) * chunk.type.itemsize
                 self._meter.compressed("out", octets.nbytes, size)
-                answer = p.Pulled(seq, chunk.number, chunk.type.id, True, stands, dropped, steps, adds)
+                answer = p.Pulled(seq, chunk.number, chunk.type.id, True, stands, dropped, steps, adds, due)
                 self._context.send(session, answer, (to_frame(octets),))
                 return
-        self.whole(session, seq, rule, asks, dropped, (), adds)
+        self.whole(session, seq, rule, asks, dropped, (), adds, due)
+
+    def due(self, session: Session, rule: Rule, asks: Asks | Sequence[p.Run]) -> int:
+        """Return the version at which no open round has a push of this rank; 0 if pushes' numbers say it."""
+        if not rule.store.counts_late or not self._context.member.seat.replicas:
+            return 0
+        spans = [span for start, size, *_ in asks for span in rule.chunk.spans_in(start, start + size)]
+        return max([span.due_of(session.rank) for span in spans])
 
     def _tell(self, session: Session, seq: int, rule: Rule, asks: Asks) -> None:
         """Answer with versions alone."""

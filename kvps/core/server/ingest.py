@@ -102,7 +102,7 @@ class Ingest:
         version = min(
             [span.version for start, size, _ in runs for span in chunk.spans_in(start, start + size)]
         )
-        self._acknowledge(session, seq, version)
+        self._acknowledge(session, seq, version, self._answers.due(session, rule, runs))
 
     def _next(self, rule: Rule, push: p.Push, gradient: DenseGradient) -> PushedRange | None:
         """Return what a push of a known form has for one span, if it counts there in the next round: what
@@ -172,8 +172,8 @@ class Ingest:
         if became_ready:
             self._context.retry()
 
-    def _acknowledge(self, session: Session, seq: int, version: int) -> None:
-        self._context.send(session, p.Ack((p.Receipt(seq, version),)))
+    def _acknowledge(self, session: Session, seq: int, version: int, due: int = 0) -> None:
+        self._context.send(session, p.Ack((p.Receipt(seq, version),), due))
 
     # --- rows -------------------------------------------------------------------------------
 

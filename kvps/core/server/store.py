@@ -96,7 +96,7 @@ class ServerStore:
         """Log of updates dropped as not finite; None if such updates are applied."""
         if opened.on_nonfinite != "apply":
             self.drops = NonFiniteLog(self.name, opened.on_nonfinite == "error")
-        self.watches_reads = not self.ordered or self.drops is not None
+        self.watches_reads = not self.ordered or self.counts_late or self.drops is not None
         """Something depends on which rank has read what, or is told with the values."""
         self.shards: dict[str, Shard] = {}
         self.updater: Updater | None = None
@@ -127,7 +127,8 @@ class ServerStore:
     def use(self, hyper: HyperParams, updater: Updater) -> None:
         """Use an optimizer from now on."""
         self.hyper, self.updater = hyper, updater
-        self.watches_reads = updater.tracks_pulls or not self.ordered or self.drops is not None
+        told = not self.ordered or self.counts_late or self.drops is not None
+        self.watches_reads = updater.tracks_pulls or told
 
     def agree(self, opened: Open) -> None:
         """Check that another worker means the same store.

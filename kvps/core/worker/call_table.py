@@ -312,7 +312,7 @@ class CallTable:
                         self.taken_in(request, now)  # its PULLED is still to come
                     else:
                         if self.kept is not None:
-                            self.kept.acknowledged(request, receipt.version)
+                            self.kept.acknowledged(request, receipt.version, message.due)
                         link.answer(receipt.seq)
                         if request.owner is not None:  # else it was sent again
                             self.answered(request, packet, now)
@@ -331,10 +331,11 @@ class CallTable:
                 else:
                     self._outbox.append(Note("warning", str(error)))
             case p.Answer():
-                request = link.answer(message.seq, packet)
+                request = link.outstanding.get(message.seq)
                 if request is not None:
                     if self.kept is not None and request.server is not None:
                         self.kept.told(request, message)
+                    link.answer(message.seq, packet)
                     self.answered(request, packet, now)
             case p.Probed():
                 self._probed(link, message, now)

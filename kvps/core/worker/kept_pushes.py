@@ -4,11 +4,15 @@ A push that asks for values is kept until they are there, as ever. Another push 
 taken in, and may be lost with the server until its round is closed. So its bytes are copied then, and kept
 until an answer shows the version that the round made: no server shows a version that its standby lacks. A
 standby that takes the server's place is sent them again. It counts each once.
+
+Where late pushes count in the next round, the number of a push does not say which round that is: the server
+does. There a push that asks for values is kept as well, as these may come before its round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from kvps import protocol as p
@@ -43,8 +47,14 @@ class KeptPushes:
         self._of_tables: dict[int, dict[Request, dict[int, int]]] = {}
         """Server -> push -> the chunks of its tables whose rounds are open, and the versions they make."""
 
-    def acknowledged(self, request: Request, version: int) -> None:
-        """A server has taken in a request; of a push, the elements are at ``version`` at least."""
+    def acknowledged(self, request: Request, version: int, due: int = 0) -> None:
+        """A server has taken in a request.
+
+        Args:
+            request: the request.
+            version: of a push, the version of its elements at least.
+            due: the version that its round makes; 0 if its number says it.
+        """
         message, owner = request.message, request.owner
         if not isinstance(message, p.Push | p.PushRows | p.PushTables):
             return
@@ -52,9 +62,9 @@ class KeptPushes:
         is_ordered = not isinstance(owner, HasCall) or self._stores[owner.call.store].ordered
         if isinstance(message, p.PushTables):
             self._show_tables(request.server, [(part.chunk, version) for part in message.parts])
-            due = {part.chunk: part.number + 1 for part in message.parts if part.number >= version}
-            if due and is_ordered:
-                self._of_tables.setdefault(request.server, {})[_again(request)] = due
+            tables = {part.chunk: part.number + 1 for part in message.parts if part.number >= version}
+            if tables and is_ordered:
+                self._of_tables.setdefault(request.server, {})[_again(request)] = tables
             return
         elements: Elements = ()
         place: Place
@@ -64,10 +74,13 @@ class KeptPushes:
         else:
             place, number = (message.store, message.key), message.number
         kept = self._kept.setdefault((request.server, place), {})
-        for other in [other for other, (where, due) in kept.items() if where == elements and due <= version]:
+        for other in [
+            other for other, (where, till) in kept.items() if where == elements and till <= version
+        ]:
             del kept[other]
-        if number >= version and is_ordered:
-            kept[_again(request)] = elements, number + 1
+        due = due or number + 1
+        if due > version and is_ordered:
+            kept[_again(request)] = elements, due
 
     def told(self, request: Request, pulled: p.Answer) -> None:
         """A server has answered, perhaps with values."""
@@ -79,9 +92,11 @@ class KeptPushes:
         if not isinstance(pulled, p.Pulled):
             return
         kept = self._kept.get((server, pulled.chunk), {})
-        for request, (elements, due) in list(kept.items()):
+        for push, (elements, due) in list(kept.items()):
             if all(_shows(pulled, start, size, due) for start, size in elements):
-                del kept[request]
+                del kept[push]
+        if pulled.due:
+            self.acknowledged(request, min([stand.version for stand in pulled.runs]), pulled.due)
 
     def _show_tables(self, server: int, shown: list[tuple[int, int]]) -> None:
         """The tables of these chunks have these versions."""
@@ -118,7 +133,10 @@ class KeptPushes:
 
 def _again(request: Request) -> Request:
     """Return a push that can be sent again, with a copy of its bytes."""
-    again = Request(request.server, request.message, None, request.payload_bytes, request.lane)
+    message = request.message
+    if isinstance(message, p.Push):
+        message = replace(message, pull=False)
+    again = Request(request.server, message, None, request.payload_bytes, request.lane)
     again.payload = tuple([frame.clone() for frame in request.payload])
     return again
 

@@ -36,7 +36,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import itemgetter
@@ -92,8 +92,8 @@ class Round:
     """The different codecs in which its pushes want the update."""
     weights: list[float] = field(default_factory=list)
     """The weight of each push in the mean."""
-    moved: frozenset[int] = frozenset()
-    """Ranks whose push here had the number of an earlier round."""
+    moved: Mapping[int, int] = field(default_factory=dict)
+    """Ranks whose push here had the number of an earlier round -> that number."""
     closes_at: float | None = None
     """When it closes without the ranks that it lacks; None while its quorum is not in, or it is
     not the oldest."""
@@ -142,7 +142,8 @@ class Round:
         parts = tuple(map(self.parts.__getitem__, order))
         is_own = divisor == len(parts) == 1 and parts[0].may_be_sum
         total = (OwnSum if is_own else GradientSum)(parts, divisor)
-        return PendingUpdate(self.number, (), total, tuple(map(_RANKS, order)), self.backs, step=self.step)
+        whose = tuple(map(_RANKS, order))
+        return PendingUpdate(self.number, (), total, whose, self.backs, step=self.step, moved=self.moved)
 
     def cut(self, at: int) -> Round:
         """Split off the elements from ``at`` on; both halves share this round's memory."""
@@ -174,6 +175,8 @@ class PendingUpdate:
     """The step whose norm it waits for; None for none."""
     factor: float | None = None
     """The factor by which the step is clipped; None while it is not known."""
+    moved: Mapping[int, int] = field(default_factory=dict)
+    """As of its round."""
 
     @property
     def back(self) -> CodecSpec | None:
@@ -252,6 +255,12 @@ class Span:
             self.rounds.append(Round(number, now))
         return self.rounds[at]
 
+    def due_of(self, rank: int) -> int:
+        """Return the version at which no push of ``rank`` is in an open round."""
+        waits = [update.number for update in self.due]  # of all ranks: they close soon
+        waits += [round_.number for round_ in self.rounds if rank in round_.ranks]
+        return max(waits, default=self.version - 1) + 1
+
     def closes_at(self, quorum: int, grace_s: float, now: float) -> float | None:
         """Return when the oldest open round closes without the ranks that it lacks; None if it does not.
 
@@ -322,7 +331,7 @@ class Span:
             assert round_.ranks, round_.number
             for gradient in round_.parts.values():
                 assert len(gradient) == self.stop - self.start
-            for rank in round_.ranks - round_.moved:
+            for rank in round_.ranks - round_.moved.keys():
                 assert self.pushed[rank] > round_.number, (rank, round_.number, self.pushed)
             assert all(self.pushed[rank] for rank in round_.moved)
 
@@ -365,7 +374,7 @@ class LateSpan(Span):
         """Remember that push ``number`` of ``ranks`` is in; return the round in which it counts."""
         round_ = Span.take(self, ranks, self._place(ranks, number), now)
         if round_.number != number:
-            round_.moved |= {*ranks}
+            round_.moved = {**round_.moved, **dict.fromkeys(ranks, number)}
             self.note(ranks, number)
         return round_
 

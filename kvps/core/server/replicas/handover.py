@@ -35,7 +35,6 @@ STILL_BYTES = 1 << 20
 class Handover(Replicator):
     """Copies what a server holds to the next holder of its seat."""
 
-    copies_late = True  # no round is open when the copy is level
     _gate_at = math.inf
     """From when on no round is opened; infinite before all that lies still was sent."""
 

@@ -76,9 +76,6 @@ class Replicator:
         publications: the versions that are published here.
     """
 
-    copies_late = False
-    """Late pushes that count in an open round are known at the standby."""
-
     def __init__(self, member: MembershipClient, outbox: list[Effect], publications: Publications) -> None:
         self._member = member
         self._outbox = outbox
@@ -417,8 +414,6 @@ class Replicator:
                 self._stores[name] = store
                 self._say(store.opened)
                 self._note_store(store)
-            if store.counts_late and not self.copies_late:
-                self.reason = f"store {name!r} counts late pushes in the next round"
             settings = settings_of(store, ended.of(name), self._context.outside.get(name, frozenset()))
             before = self._settings.get(name)
             if settings != before:
@@ -511,6 +506,7 @@ class Replicator:
                 self._say(message, payload)
         except StorageError as error:
             self.reason = str(error)
+            return
         if changes.are_left:
             self._mark(chunk.number, 0, 1)
 

@@ -32,9 +32,10 @@ def history_of(span: Span) -> SpanHistory:
     """Return the history of a span, with the pushes that are in its values."""
     pushed = dict(span.pushed)
     for round_ in reversed(span.rounds):
-        pushed.update(dict.fromkeys(round_.ranks, round_.number))
+        pushed.update({**dict.fromkeys(round_.ranks, round_.number), **round_.moved})
     for update in reversed(span.due):
-        pushed.update(dict.fromkeys(update.ranks or chain.from_iterable(update.whose), update.number))
+        ranks = update.ranks or chain.from_iterable(update.whose)
+        pushed.update({**dict.fromkeys(ranks, update.number), **update.moved})
     return SpanHistory(span.version, span.step, pushed, dict(span.head_start), dict(span.clock_from))
 
 

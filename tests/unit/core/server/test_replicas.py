@@ -273,30 +273,34 @@ def test_lost_packets_are_sent_again_and_a_silent_standby_is_dismissed() -> None
     assert isinstance(pair.standby.sent[-1].message, p.Followed), "again"
 
 
-@pytest.mark.spec("R501")
-def test_a_store_that_cannot_be_copied_keeps_the_copy_from_being_level() -> None:
-    why = "counts late pushes in the next round"
-    pair, piece = trained()
+@pytest.mark.spec("R656", "R658")
+@pytest.mark.parametrize("pull", [False, True])
+def test_late_push_counts_at_the_standby_if_it_is_sent_again(pull: bool) -> None:
+    pair = Pair()
+    item, gradient = pair.primary, torch.ones(3)
+    item.open(late="next", quorum=1, grace_s=1.0, bundles=False)
+    item.init("w", [1.0, 2.0, 3.0])
+    item.optimizer("sgd", lr=1.0)
     pair.level()
-    said = pair.do(0, opening("sync", "other", late="next", quorum=1, bundles=False))
+    (piece,) = item.pieces["w"]
+    first, late = [replace(of(rank, push(piece, 0, pull=pull)), since=(0,)) for rank in range(2)]
+    assert not heard(pair.do(0, first, gradient), p.Pulled)
+    item.now += 1
+    pair.said += item.take(item.server.on_timer(item.now))
     pair.pump()
-    assert not heard(said, p.Done), "the scheduler may still give the seat to the standby"
-    assert why in pair.primary.standings[-1].reason
-    assert pair.primary.standings[-1].dismiss == LIFE
-    pair.name(0)
-    assert heard(pair.said, p.Done)
-    pair.primary.now += 2
-    pair.primary.take(pair.primary.server.on_timer(pair.primary.now))
-    assert why in pair.primary.standings[-1].reason, "a loss is told with it"
-    pair.name(LIFE + 1)
-    again = pair.standby.server.member
-    again.incarnation = LIFE + 1
-    pair.primary.hear(b"q", again.packet(p.Follow()))
-    assert not any(isinstance(packet.message, p.CopyLevel) for packet in pair.primary.sent)
-    pair.primary.sent.clear()
-    for rank in range(2):
-        pair.do(rank, of(rank, push(piece, 1)), torch.tensor([2.0, 0.0, 0.0]))
-    assert not pair.primary.sent, "bytes for a copy that never becomes level"
+    assert item.span("w").version == 1
+    for _ in range(2):  # a repetition is told the same
+        (answer,) = heard(pair.do(1, late, gradient), p.Pulled if pull else p.Ack)
+        assert answer.due == 2, "it counts in round 1"
+    assert [told.due for told in heard(pair.said, p.Pulled)] == [1] * pull
+    assert item.span("w").pushed == {0: 1, 1: 1}
+    pair.promote()
+    standby = pair.standby
+    standby.pieces = item.pieces
+    assert standby.span("w").pushed.get(1, 0) == 0, "nothing of round 1, whatever its number"
+    (receipt,) = heard(standby.say(1, replace(late, pull=False), gradient), p.Ack)
+    assert receipt.due == 2
+    assert standby.span("w").rounds[0].ranks == {1}
 
 
 @pytest.mark.spec("R631")

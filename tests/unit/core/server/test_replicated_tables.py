@@ -17,11 +17,12 @@ from kvps.core.embedding.table import EmbeddingRows
 from kvps.core.embedding.tiered import Tier
 from kvps.core.server.replicas import primary, tables
 from kvps.core.server.server import LOOK_EVERY_S
+from kvps.errors import StorageError
 from tests.support.memory_disk import MemoryDisk
 from tests.support.server_harness import heard
 from tests.support.table_messages import pull_table, push_table
 from tests.unit.core.server.rules.test_table import KEY, recipe
-from tests.unit.core.server.test_replicas import Pair
+from tests.unit.core.server.test_replicas import LIFE, Pair
 
 DIM = 2
 
@@ -213,6 +214,38 @@ def test_rows_on_a_disk_are_copied_to_a_disk(monkeypatch: pytest.MonkeyPatch) ->
     table.pair.primary.now += 2
     table.pair.primary.take(table.pair.primary.server.on_timer(table.pair.primary.now))
     assert "rows of embedding tables cannot be moved" in table.pair.primary.standings[-1].reason
+
+
+@pytest.mark.spec("R501")
+def test_rows_that_cannot_be_read_keep_the_copy_from_being_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "rows of a table cannot be read"
+
+    def fail(*_: object, **__: object) -> None:
+        raise StorageError(why)
+
+    table = Tables()
+    pair = table.pair
+    pair.level()
+    pair.said.clear()
+    monkeypatch.setattr(tables.TableChanges, "messages", fail)
+    table.push()
+    pair.pump()
+    assert not heard(pair.said, p.Ack), "the scheduler may still give the seat to the standby"
+    assert why in pair.primary.standings[-1].reason
+    assert pair.primary.standings[-1].dismiss == LIFE
+    pair.name(0)
+    assert heard(pair.said, p.Ack)
+    pair.primary.now += 2
+    pair.primary.take(pair.primary.server.on_timer(pair.primary.now))
+    assert why in pair.primary.standings[-1].reason, "a loss is told with it"
+    pair.name(LIFE + 1)
+    again = pair.standby.server.member
+    again.incarnation = LIFE + 1
+    pair.primary.hear(b"q", again.packet(p.Follow()))
+    assert not any(isinstance(packet.message, p.CopyLevel) for packet in pair.primary.sent)
+    pair.primary.sent.clear()
+    table.push()
+    assert not pair.primary.sent, "bytes for a copy that never becomes level"
 
 
 @pytest.mark.spec("R445")

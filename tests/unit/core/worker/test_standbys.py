@@ -16,7 +16,7 @@ from tests.simulation.cluster import Cluster
 from tests.simulation.test_moves import drain, moved, moving_job, slowly
 from tests.simulation.test_replicas import BEGIN_S, COPIED, job_of, lose_primary, train
 from tests.simulation.training import ON_TIME, play_with
-from tests.support.worker_harness import Bench, member, pull, push
+from tests.support.worker_harness import Bench, member, pull, push, values_of
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +92,46 @@ def test_pushes_are_kept_until_their_version_is_shown() -> None:
     kept.acknowledged(sent(later), 5)
     kept.clear()
     assert not list(kept.take(0))
+
+
+@pytest.mark.spec("R657")
+def test_late_pushes_are_kept_until_the_version_that_the_server_told() -> None:
+    kept = KeptPushes({})
+    late = p.Push(3, 1, (0,), 1.0, False, (p.Run(0, 2, 4),), since=(4,))
+    asking = p.Push(3, 1, (0,), 1.0, True, (p.Run(0, 2, 5),), since=(5,))
+    in_time = p.Push(3, 1, (0,), 1.0, True, (p.Run(2, 2, 8),), since=(8,))
+    stands = p.Stand(0, 1, 7, 6), p.Stand(1, 1, 9, 6)
+    kept.acknowledged(sent(late), 7, 8)
+    kept.told(sent(asking), p.Pulled(1, 3, 1, True, stands, due=9))
+    kept.told(sent(in_time), p.Pulled(1, 3, 1, True, (p.Stand(2, 2, 9, 9),), due=9))
+    found = list(kept.take(0))
+    assert [request.message for request in found] == [late, replace(asking, pull=False)]
+    for request, due in zip(found, (8, 9), strict=True):
+        kept.acknowledged(request, 7, due)
+    asked = sent(p.Pull(3, True, (p.Ask(0, 2, 0, 0),)))
+    kept.told(asked, p.Pulled(1, 3, 1, True, (p.Stand(0, 2, 8, 8),)))
+    assert [request.message for request in kept.take(0)] == [replace(asking, pull=False)]
+    kept.acknowledged(sent(asking), 8, 9)
+    kept.told(asked, p.Pulled(1, 3, 1, True, (p.Stand(0, 2, 9, 9),)))
+    assert not list(kept.take(0))
+
+
+@pytest.mark.spec("R657")
+def test_bytes_of_a_late_push_with_values_outlive_its_answer() -> None:
+    worker = Bench(servers=1, replicas=1)
+    worker.open(late="next")
+    worker.init({"w": torch.tensor([1.0, 2.0])})
+    given = torch.tensor([3.0, 4.0])
+    call = worker.call(push({"w": given}, sinks=(torch.zeros(2),)))
+    (seq,) = worker.seqs(p.Push, 0)
+    worker.server(0, p.Pulled(seq, 1, 1, True, (p.Stand(0, 2, 1, 1),), due=2), torch.tensor([5.0, 6.0]))
+    assert worker.is_done(call)
+    given.zero_()
+    worker.view(NEXT)
+    worker.server(0, p.Welcome(0, 1, 2, 1, promoted=True), life=5)
+    again = worker.sends(p.Push)[-1].packet
+    assert (again.message.runs[0].number, again.message.pull) == (0, False)  # type: ignore[attr-defined]
+    assert values_of(worker.sends(p.Push)[-1]) == [3.0, 4.0]
 
 
 @pytest.mark.spec("R448")
