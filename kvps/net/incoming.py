@@ -101,10 +101,8 @@ class IncomingConnections:
             router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
             self._sockets.ask(ring)
             self._doorman.checks_names = True
-            if self._role is Role.SERVER:
-                self._links.listen_near(
-                    near_endpoint(keys.session.public)
-                )  # or its neighbours come by TCP, too
+            if self._role is Role.SERVER:  # or its neighbours come by TCP, too
+                self._links.listen_near(near_endpoint(keys.session.public))
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, keys.listening(self._role).secret.encode())
         self.tells_drops = watch

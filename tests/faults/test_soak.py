@@ -2,7 +2,7 @@
 
 Workers, servers and the scheduler; another one only when the last is healed: when every rank has done
 steps again that it had not done before. Three kills every day, of each role, and as many as KVPS_KILLS says
-in ``make soak``. On every other day, or as KVPS_REPLICAS says, each server has a standby, and a server is killed
+in ``make soak``. On two days of four, or as KVPS_REPLICAS says, each server has a standby, and a server is killed
 only when its values have two copies: then no epoch changes, and no step is done twice.
 """
 
